@@ -1,0 +1,581 @@
+"""The worlds: MiniWorld (the real simulator), four card games, and your own. Imports no torch.
+
+One contract. `make_env(name, **options)` returns a `gymnasium.Env` whose observations are
+`{"image": uint8 (H, W, 3), "text": str}` and whose actions are strings. `info` carries
+
+    task      what to achieve (required at reset)
+    actions   the actions admissible now, as the strings the model must write (required)
+    success   the world's own success flag
+    left      actions left before the time limit
+    caption   a true one-line description of the scene  } only with helpers=True: the toy model learns to see
+    hint      a sensible admissible action              } and speak from them, no agent is ever shown them
+
+After `reset(seed=s)` an episode is a function of s and the actions, bit for bit. An action that is not
+admissible costs its step, changes nothing and pays `invalid_reward` (in the card games: see their rules). At
+the time limit `step` returns truncated=True, and terminated=True beside it if that action ended the episode.
+"""
+
+import contextlib
+import difflib
+import functools
+import importlib
+import io
+import itertools
+import math
+import os
+import sys
+from fractions import Fraction
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.spaces import Box, Dict, Text
+from PIL import Image, ImageDraw, ImageFont
+
+
+class UserError(Exception):
+    """Something the user can mend; the message says how. Printed as one line, exit status 2."""
+
+
+class AnyText(Text):
+    """Any string of at most max_length characters, "" included (gymnasium's Text refuses spaces and "")."""
+
+    def __init__(self, max_length: int = 100_000):
+        super().__init__(max_length, min_length=0)
+
+    def contains(self, x) -> bool:
+        return isinstance(x, str) and len(x) <= self.max_length
+
+
+class World(gym.Env):
+    """What the adapters share: the spaces, the time limit and the info dict.
+
+    A subclass gives `task`, `actions`, `_reset()`, `_step(action) -> (reward, terminated)`, `_frame()`,
+    `caption()` and `hint()`, and sets `success`.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+    time_out_reward = 0.0
+
+    def __init__(self, size, max_episode_steps, invalid_reward, helpers):
+        self.observation_space = Dict(image=Box(0, 255, (*size, 3), np.uint8), text=AnyText())
+        self.action_space = AnyText()
+        self.max_episode_steps, self.invalid_reward, self.helpers = max_episode_steps, invalid_reward, helpers
+        self.render_mode = "rgb_array"
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.taken, self.success = 0, False
+        self._reset()
+        return self._observation(), self._info()
+
+    def step(self, action: str):
+        self.taken += 1
+        admissible = isinstance(action, str) and action in self.actions
+        reward, terminated = self._step(action) if admissible else (self._invalid(), False)
+        truncated = self.taken >= self.max_episode_steps
+        if truncated and not terminated:
+            reward += self.time_out_reward
+        return self._observation(), float(reward), terminated, truncated, self._info()
+
+    def render(self):
+        return self._frame()
+
+    def _invalid(self) -> float:
+        return self.invalid_reward
+
+    def _text(self) -> str:
+        return ""
+
+    def _observation(self):
+        return {"image": self._frame(), "text": self._text()}
+
+    def _info(self):
+        info = {"task": self.task, "actions": list(self.actions), "success": self.success}
+        info["left"] = self.max_episode_steps - self.taken
+        return info | ({"caption": self.caption(), "hint": self.hint()} if self.helpers else {})
+
+
+# ----------------------------------------------------------------------------------------------- MiniWorld
+
+MINIWORLD = ["Hallway", "OneRoom", "FourRooms", "WallGap"]
+RED_BOX = [*MINIWORLD, "OneRoomS6", "OneRoomS6Fast", "Maze", "MazeS2", "MazeS3", "MazeS3Fast", "Sidewalk"]
+RED_BOX += [f"{letter}Maze{side}" for letter in "TY" for side in ("", "Left", "Right")]
+
+OPENGL = (
+    "apt-get update && apt-get install -y --no-install-recommends libegl1 libgl1 libglu1-mesa libfreetype6 "
+    "(as root; software rendering: no GPU and no display is needed), or a world without OpenGL: --env NumberLine"
+)
+
+
+@functools.cache
+def load_miniworld():
+    """Import miniworld so that it renders without a display, and several kinds of world side by side.
+
+    UserError with the install command if OpenGL is missing.
+    """
+    try:
+        import pyglet
+
+        if sys.platform.startswith("linux"):  # elsewhere a window system is always there
+            pyglet.options["headless"] = True  # must be said before pyglet.gl is imported
+            mesa = "/usr/share/glvnd/egl_vendor.d/50_mesa.json"
+            if os.path.exists(mesa):  # not NVIDIA's EGL: the same frames on every machine, no GPU memory
+                os.environ.setdefault("__EGL_VENDOR_LIBRARY_FILENAMES", mesa)
+        pyglet.options["debug_gl"] = False
+        import miniworld.miniworld as simulator
+
+        # The first context is where a missing driver shows, freetype included.
+        with contextlib.redirect_stdout(io.StringIO()):
+            gym.make("MiniWorld-OneRoom-v0", disable_env_checker=True)
+    except ModuleNotFoundError as error:
+        raise UserError(f"MiniWorld is not installed ({error}): pip install -r requirements.txt") from None
+    except (
+        Exception
+    ) as error:  # ImportError, NoSuchDisplayException, NoSuchConfigException, ContextException, ...
+        raise UserError(f"MiniWorld cannot render here ({type(error).__name__}: {error}): {OPENGL}") from None
+
+    # Every world compiles its walls into OpenGL display list 1 and contexts share lists: a Hallway drawn after
+    # a OneRoom would show the OneRoom's walls. So each world gets a list number of its own.
+    numbers, current = itertools.count(1), [1]
+    for name in ("glDeleteLists", "glNewList", "glCallList"):
+        function = getattr(simulator, name)
+        setattr(simulator, name, lambda _, *rest, function=function: function(current[0], *rest))
+
+    def with_own_list(function):
+        def method(self, *args, **kwargs):
+            if not hasattr(self, "display_list"):
+                self.display_list = next(numbers)
+            current[0] = self.display_list
+            return function(self, *args, **kwargs)
+
+        return method
+
+    world = simulator.MiniWorldEnv
+    world._render_static, world._render_world = map(
+        with_own_list, (world._render_static, world._render_world)
+    )
+
+
+class MiniWorld(World):
+    """Go to the red box. Reward 1 - 0.2 * steps / the world's own limit on success, -1 on failure, else 0."""
+
+    task = "go to the red box"
+    actions = ("turn left", "turn right", "move forward", "move back")  # MiniWorld's actions 0 to 3
+    time_out_reward = -1.0
+
+    def __init__(self, name, max_episode_steps=128, invalid_reward=0.0, helpers=True, size=(60, 80)):
+        load_miniworld()
+        height, width = size
+        with contextlib.redirect_stdout(io.StringIO()):  # "Falling back to num_samples=4"
+            self.env = gym.make(
+                f"MiniWorld-{name}-v0",
+                disable_env_checker=True,
+                obs_height=height,
+                obs_width=width,
+                window_height=height,  # the unused window's buffers cost 30 MB each at their default size
+                window_width=width,
+            ).unwrapped
+        self.half_turn = self.env.params.sample(None, "turn_step") / 2
+        super().__init__(size, min(max_episode_steps, self.env.max_episode_steps), invalid_reward, helpers)
+
+    def _reset(self):
+        seed = int(self.np_random.integers(2**31))
+        self.image = self.env.reset(seed=seed)[0]
+        self.unseen = 0
+        self._look()
+
+    def _step(self, action):
+        self.image, reward, terminated, *_ = self.env.step(self.actions.index(action))
+        self._look()
+        self.success = terminated and reward > 0
+        return (reward if self.success or not terminated else -1.0), terminated
+
+    def _invalid(self):
+        self.env.step_count += 1  # so that a later success pays for this step too
+        return self.invalid_reward
+
+    def _frame(self):
+        return self.image.copy()
+
+    def _look(self):
+        """Find the red box in the frame: its bearing in degrees (right is positive), None if out of view."""
+        red = (self.image[..., 0] > 120) & (self.image[..., 1:].max(2) < 60)
+        if red.sum() < 3:
+            self.bearing, self.unseen = None, self.unseen + 1
+            return
+        height, width = red.shape
+        focal = height / 2 / math.tan(math.radians(30))  # pixels; MiniWorld's vertical field of view is 60
+        offset = red.any(0).nonzero()[0].mean() + 0.5 - width / 2
+        self.bearing, self.unseen = math.degrees(math.atan(offset / focal)), 0
+
+    def _side(self):
+        """0 left, 1 ahead (nearer to the middle than half a turn, and two degrees for the pixels), 2 right."""
+        return 1 + (self.bearing > self.half_turn + 2) - (self.bearing < -self.half_turn - 2)
+
+    def caption(self):
+        if self.bearing is None:
+            return "no red box in view"
+        return "the red box is " + ("on the left", "ahead", "on the right")[self._side()]
+
+    def hint(self):
+        """Turn until the box is ahead, then walk; after a full turn without seeing it, wander a little."""
+        if self.bearing is None:
+            return "turn left" if self.unseen % 36 <= 24 else "move forward"
+        return ("turn left", "move forward", "turn right")[self._side()]
+
+
+# ---------------------------------------------------------------------------------------------- card games
+# Rules: RL4VLM's gym_cards, drawn and written anew, with a seed and an exact evaluator in place of Python's.
+
+RANKS = " A23456789TJQK"
+GREEN = "#35654d"
+
+
+@functools.cache
+def font(size):
+    return ImageFont.load_default(size)
+
+
+def draw_card(draw, x, y, width, rank, suit):
+    """A card at (x, y), 7:5 high; rank is a character of RANKS, suit one of "CDHS" (None: the back)."""
+    height = width * 7 // 5
+    box = (x, y, x + width, y + height)
+    if suit is None:
+        draw.rounded_rectangle(box, width // 10, fill="#274b8f", outline="white", width=max(2, width // 20))
+        return
+    color = "#c8102e" if suit in "DH" else "black"
+    draw.rounded_rectangle(box, width // 10, fill="white", outline="black")
+    draw.text((x + width / 2, y + height * 0.32), rank, color, font(width * 3 // 5), anchor="mm")
+    r, cx, cy = width / 7, x + width / 2, y + height * 0.75
+
+    def blob(dx, dy):
+        draw.ellipse((cx + (dx - 1) * r, cy + (dy - 1) * r, cx + (dx + 1) * r, cy + (dy + 1) * r), fill=color)
+
+    def polygon(*points):
+        draw.polygon([(cx + px * r, cy + py * r) for px, py in points], fill=color)
+
+    if suit == "D":
+        polygon((0, -2), (1.5, 0), (0, 2), (-1.5, 0))
+    elif suit == "H":
+        blob(-0.9, -0.6), blob(0.9, -0.6), polygon((-1.8, -0.2), (1.8, -0.2), (0, 2))
+    else:
+        polygon((0, 0), (0.7, 2), (-0.7, 2))  # the stem
+        blob(-0.9, 0.4), blob(0.9, 0.4)
+        blob(0, -1) if suit == "C" else polygon((-1.7, 0.1), (1.7, 0.1), (0, -2))
+
+
+class CardGame(World):
+    """A card game on a 300 x 300 table. `invalid_reward` is what anything but a symbol of the game pays."""
+
+    def __init__(self, max_episode_steps, invalid_reward=-1.0, helpers=True):
+        super().__init__((300, 300), max_episode_steps, invalid_reward, helpers)
+
+    def _frame(self):
+        image = Image.new("RGB", (300, 300), self.background)
+        self._draw(ImageDraw.Draw(image))
+        return np.array(image)
+
+
+class NumberLine(CardGame):
+    """Bring the current number to the target: 1 on arrival, -1 for a move that comes no nearer, else 0."""
+
+    task = "make the current number equal to the target number; + adds one, - takes one away"
+    actions = ("-", "+")
+    background = "white"
+
+    def __init__(self, max_episode_steps=10, **options):
+        super().__init__(min(max_episode_steps, 10), **options)
+
+    def _reset(self):
+        self.current, self.target = map(int, self.np_random.integers(0, 6, 2))
+        if self.target == self.current:
+            self.target = (self.target + 1) % 5
+
+    def _step(self, action):
+        before = abs(self.target - self.current)
+        self.current = min(5, max(0, self.current + (1 if action == "+" else -1)))
+        after = abs(self.target - self.current)
+        self.success = after == 0
+        return (1 if after == 0 else -1 if after >= before else 0), self.success
+
+    def _draw(self, draw):
+        draw.text((30, 60), f"Target: {self.target}", "black", font(40))
+        draw.text((30, 180), f"Current: {self.current}", "black", font(40))
+
+    def caption(self):
+        return f"the target is {self.target} and the current number is {self.current}"
+
+    def hint(self):
+        return "+" if self.current < self.target else "-"
+
+
+def evaluate(formula) -> Fraction | None:
+    """The exact value of a list of symbols ("1" to "10", + - * / ( ), blanks ignored), None if malformed.
+
+    No two numbers side by side, no sign before a number, no ** or //: the ways to cheat Python's evaluator.
+
+    >>> evaluate(["8", "/", "(", "3", "-", "8", "/", "3", ")"])
+    Fraction(24, 1)
+    >>> evaluate(["2", "4"]), evaluate(["2", "*", "*", "3"]), evaluate(["4", "/", "(", "2", "-", "2", ")"])
+    (None, None, None)
+    """
+    symbols = [s for s in formula if s != " "][::-1]  # a stack: the next symbol is the last
+
+    def number():
+        symbol = symbols.pop()
+        if symbol != "(":
+            return Fraction(int(symbol))  # ValueError if it is an operator or a closing bracket
+        value = total()
+        if symbols.pop() != ")":
+            raise ValueError
+        return value
+
+    def product():
+        value = number()
+        while symbols and symbols[-1] in "*/":
+            value = value * number() if symbols.pop() == "*" else value / number()
+        return value
+
+    def total():
+        value = product()
+        while symbols and symbols[-1] in "+-":
+            value = value + product() if symbols.pop() == "+" else value - product()
+        return value
+
+    try:
+        value = total()
+    except (ValueError, IndexError, ZeroDivisionError):
+        return None
+    return None if symbols else value
+
+
+@functools.cache
+def solutions(numbers, operators, target) -> list[list[str]]:
+    """Formulas that use each number once and equal the target, shortest first ([] if there is none)."""
+    shapes = {
+        2: ["aob"],
+        4: ["aobocod", "(aob)ocod", "(aobocod", "(aob)o(cod)", "ao(boc)od", "ao(bocod)", "(aoboc)od"],
+    }
+    shapes[4] += ["((aob)oc)od", "(ao(boc))od", "ao((boc)od)", "ao(bo(cod))"]
+    found = []
+    for shape in shapes[len(numbers)]:
+        for order in dict.fromkeys(itertools.permutations(numbers)):
+            for signs in itertools.product(operators, repeat=len(numbers) - 1):
+                names, sign = dict(zip("abcd", map(str, order), strict=False)), iter(signs)
+                formula = [next(sign) if c == "o" else names.get(c, c) for c in shape]
+                if evaluate(formula) == target:
+                    found.append(formula)
+    return found
+
+
+class EZPoints(CardGame):
+    """Write a formula over two cards that equals 12: 10 if right, -1 if wrong or for a number not there."""
+
+    target, operators, card_width, formula_at = 12, ("+", "*"), 135, (10, 258)
+    background = GREEN
+    longest = 5  # a formula longer than this ends the game
+
+    def __init__(self, max_episode_steps=None, **options):
+        self.actions = (*map(str, range(1, 11)), *self.operators, "=")
+        signs = " ".join(self.operators)
+        self.task = (
+            f"write a formula that equals {self.target}, one symbol at a time, using the number of each card "
+            f"exactly once with {signs}; A counts as 1, J, Q and K as 10; finish with ="
+        )
+        own = self.longest + 2
+        super().__init__(min(max_episode_steps or own, own), **options)
+
+    def _reset(self):
+        rank = int(self.np_random.integers(2, 14))
+        value = min(rank, 10)
+        product = value in (2, 3, 4, 6) and self.np_random.random() < 0.5
+        self.ranks = [rank, 12 // value if product else 12 - value]
+        if self.np_random.random() < 0.5:
+            self.ranks.reverse()
+        self._deal()
+
+    def _deal(self):
+        self.suits = ["CDHS"[i] for i in self.np_random.integers(0, 4, len(self.ranks))]
+        self.numbers = [min(rank, 10) for rank in self.ranks]
+        self.free, self.formula = [str(n) for n in self.numbers], []
+
+    def _step(self, action):
+        if len(self.formula) > self.longest:
+            return -1, False  # this is step longest + 2: the time limit ends the game, whatever was written
+        if action.isdigit() and action not in self.free:
+            return self._blank(-1.0), False
+        if action == "=":
+            self.success = not self.free and evaluate(self.formula) == self.target
+            return (10 if self.success else -1), True
+        if action.isdigit():
+            self.free.remove(action)
+        self.formula.append(action)
+        return 0, False
+
+    def _blank(self, reward):
+        if len(self.formula) <= self.longest:
+            self.formula.append(" ")
+        return reward
+
+    def _invalid(self):
+        return self._blank(self.invalid_reward)
+
+    def _text(self):
+        return "Formula: " + " ".join(s for s in self.formula if s != " ")
+
+    def _draw(self, draw):
+        width = self.card_width
+        for i, (rank, suit) in enumerate(zip(self.ranks, self.suits, strict=True)):
+            draw_card(draw, 5 + int(i * width * 1.1), (300 - width * 7 // 5) // 2, width, RANKS[rank], suit)
+        draw.text(self.formula_at, "Formula: " + " ".join(self.formula), "white", font(20))
+
+    def caption(self):
+        return "the cards are " + ", ".join(map(str, self.numbers)) + "; f" + self._text()[1:].strip()
+
+    def hint(self):
+        """The next symbol of a solution that starts with what is written, else = to end it."""
+        written = [s for s in self.formula if s != " "]
+        for formula in solutions(tuple(sorted(self.numbers)), self.operators, self.target):
+            if formula[: len(written)] == written:
+                return formula[len(written)] if len(formula) > len(written) else "="
+        return "="
+
+
+class Points24(EZPoints):
+    """Four cards and 24, with + - * / ( ). 27 % of the deals have no solution."""
+
+    target, operators, card_width, formula_at, longest = 24, ("+", "-", "*", "/"), 67, (10, 210), 20
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.actions = (*self.actions[:-1], "(", ")", "=")
+
+    def _reset(self):
+        self.ranks = [int(rank) for rank in self.np_random.integers(1, 14, 4)]
+        self._deal()
+
+
+class Blackjack(CardGame):
+    """Hit or stand against a dealer who draws to 17, infinite deck: 1 for a win, 0 for a draw, else -1."""
+
+    task = "win at blackjack: come closer to 21 than the dealer without going over"
+    actions = ("stand", "hit")
+    background = GREEN
+
+    def __init__(self, max_episode_steps=20, **options):
+        super().__init__(min(max_episode_steps, 20), **options)
+
+    def _card(self):
+        """(value, rank, suit) from an infinite deck; a ten is shown as J, Q or K."""
+        value = min(int(self.np_random.integers(1, 14)), 10)
+        rank = "JQK"[self.np_random.integers(3)] if value == 10 else RANKS[value]
+        return value, rank, "CDHS"[self.np_random.integers(4)]
+
+    @staticmethod
+    def score(hand):
+        """Best total of a hand of (value, rank, suit): an ace is 11 where that fits, over 21 counts 0."""
+        total = sum(card[0] for card in hand)
+        if total <= 11 and any(card[0] == 1 for card in hand):
+            total += 10
+        return total if total <= 21 else 0
+
+    def _reset(self):
+        self.dealer, self.player = [self._card(), self._card()], [self._card(), self._card()]
+
+    def _step(self, action):
+        if action == "hit":
+            self.player.append(self._card())
+            bust = self.score(self.player) == 0
+            return (-1 if bust else 0), bust
+        while 0 < self.score(self.dealer) < 17:
+            self.dealer.append(self._card())
+        player, dealer = self.score(self.player), self.score(self.dealer)
+        self.success = player > dealer
+        return (player > dealer) - (player < dealer), True
+
+    def _draw(self, draw):
+        draw.text((5, 3), "Dealer", "white", font(18))
+        draw.text((5, 128), "Player", "white", font(18))
+        draw_card(draw, 5, 25, 70, *self.dealer[0][1:])
+        draw_card(draw, 78, 25, 70, None, None)
+        for i, (_, rank, suit) in enumerate(self.player):
+            draw_card(draw, 5 + 74 * (i % 4), 150 + 30 * (i // 4), 70, rank, suit)
+
+    def caption(self):
+        ace = " with an ace" if any(card[0] == 1 for card in self.player) else ""
+        return f"the dealer shows {self.dealer[0][0]} and the player has {self.score(self.player)}{ace}"
+
+    def hint(self):
+        """The basic strategy for hitting and standing."""
+        total, shown = self.score(self.player), self.dealer[0][0]
+        if total != sum(card[0] for card in self.player):  # an ace counts as 11
+            return "hit" if total <= 17 else "stand"
+        return "stand" if total >= 17 or total >= 12 + (shown < 4) and 2 <= shown <= 6 else "hit"
+
+
+# ------------------------------------------------------------------------------------------------- by name
+
+CARDS = {"NumberLine": NumberLine, "EZPoints": EZPoints, "Blackjack": Blackjack, "Points24": Points24}
+CARD_OPTIONS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0, "invalid_reward": -1.0}
+# What a world changes in vldac.Args.
+OPTIONS = {
+    "NumberLine": CARD_OPTIONS | {"max_episode_steps": 10},
+    "EZPoints": CARD_OPTIONS | {"max_episode_steps": 7},
+    "Blackjack": CARD_OPTIONS | {"max_episode_steps": 20},
+    "Points24": CARD_OPTIONS | {"max_episode_steps": 22},
+    "OneRoomS6": {"max_episode_steps": 100},
+    "OneRoomS6Fast": {"max_episode_steps": 50},
+}
+
+
+def make_env(
+    name: str, *, max_episode_steps: int | None = None, invalid_reward: float | None = None, helpers=True
+):
+    """The world of that name: one of MINIWORLD, RED_BOX, CARDS, or `package.module:callable` for your own.
+
+    max_episode_steps  time limit in actions; None: the world's default; its own limit counts if shorter
+    invalid_reward     for an action that is not admissible; None: the world's default
+    helpers            put `caption` and `hint` into info
+    Your own callable is called without arguments and limited by gymnasium's TimeLimit.
+    UserError for an unknown name (with the closest one), a world without a red box, or a missing package.
+
+    >>> env = make_env("NumberLine")
+    >>> observation, info = env.reset(seed=0)
+    >>> info["caption"], info["actions"], observation["image"].shape
+    ('the target is 3 and the current number is 5', ['-', '+'], (300, 300, 3))
+    >>> env.step("-")[1:3]
+    (0.0, False)
+    """
+    options = {"max_episode_steps": max_episode_steps, "invalid_reward": invalid_reward}
+    options = {key: value for key, value in options.items() if value is not None}
+    if ":" in name:
+        return own_env(name, options.get("max_episode_steps", 128))
+    short = name.removeprefix("MiniWorld-").removesuffix("-v0")
+    if name in CARDS:
+        return CARDS[name](helpers=helpers, **options)
+    if short in RED_BOX:
+        return MiniWorld(
+            short, helpers=helpers, **{k: OPTIONS.get(short, {}).get(k, v) for k, v in options.items()}
+        )
+    if name.startswith("MiniWorld-"):
+        raise UserError(
+            f"{name}: its goal is not the red box; of MiniWorld's worlds only {', '.join(RED_BOX)} are"
+        )
+    names = [*RED_BOX, *CARDS]
+    close = difflib.get_close_matches(name, names, 1, 0.5)
+    guess = f"did you mean {close[0]}? " if close else ""
+    raise UserError(
+        f"no world is called {name!r}; {guess}There are {', '.join(names)}, or package.module:callable"
+    )
+
+
+def own_env(name, max_episode_steps):
+    """A user's own world, `package.module:callable`, looked for in the current folder too."""
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"--env {name}: {error} (looked in Python's path and the current folder)") from None
+    return gym.wrappers.TimeLimit(function(), max_episode_steps)
