@@ -299,8 +299,9 @@ class NumberLine(CardGame):
         return (1 if after == 0 else -1 if after >= before else 0), self.success
 
     def _draw(self, draw):
-        draw.text((30, 60), f"Target: {self.target}", "black", font(40))
-        draw.text((30, 180), f"Current: {self.current}", "black", font(40))
+        for label, number, y in (("Target:", self.target, 80), ("Current:", self.current, 220)):
+            draw.text((10, y), label, "black", font(40), anchor="lm")
+            draw.text((230, y), str(number), "black", font(120), anchor="mm", stroke_width=2)
 
     def caption(self):
         return f"the target is {self.target} and the current number is {self.current}"

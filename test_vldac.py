@@ -1,0 +1,1206 @@
+"""The tests, in the order of the algorithm: the maths, the policy, the update, the parser, the worlds, a run.
+
+Plain `pytest` runs all of it, the modules' doctests and the README's examples included. No network, no GPU.
+"""
+
+import dataclasses
+import doctest
+import itertools
+import json
+import math
+import random
+import re
+import sys
+
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen3VLConfig,
+    SmolVLMConfig,
+)
+
+import envs
+import vldac
+from vldac import Args, VLMPolicy, gae, kl_base, kl_loss, parse_action, policy_loss, step_mean, value_loss
+
+ROOT = Path(__file__).parent
+
+
+@pytest.mark.parametrize("module", [vldac, envs], ids=lambda m: m.__name__)
+def test_doctests(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0 and result.failed == 0
+
+
+# ------------------------------------------------------------------------------------------------------ the maths
+
+
+def gae_by_definition(rewards, values, last_values, dones, gamma, lam):
+    """A_t = sum over k of (gamma lam)^k delta_{t+k}, up to the end of the episode that t belongs to."""
+    T, N = rewards.shape
+    advantages = torch.zeros(T, N)
+    for n, t in itertools.product(range(N), range(T)):
+        for k in range(t, T):
+            following = 0.0 if dones[k, n] else values[k + 1, n] if k + 1 < T else last_values[n]
+            delta = rewards[k, n] + gamma * following - values[k, n]
+            advantages[t, n] += (gamma * lam) ** (k - t) * delta
+            if dones[k, n]:
+                break
+    return advantages
+
+
+@pytest.mark.parametrize("gamma, lam", [(0.99, 0.95), (1.0, 1.0), (0.9, 0.0)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
+def test_gae_equals_its_definition(gamma, lam, dtype):
+    torch.manual_seed(0)
+    T, N = 7, 4
+    rewards, values, last = torch.randn(T, N), torch.randn(T, N), torch.randn(N)
+    dones = torch.rand(T, N) < 0.3
+    dones[-1] = torch.tensor([True, False, True, False])  # both flags at the cut
+    advantages, returns = gae(rewards, values, last, dones.to(dtype), gamma, lam)
+    torch.testing.assert_close(advantages, gae_by_definition(rewards, values, last, dones, gamma, lam))
+    torch.testing.assert_close(returns, advantages + values)
+
+
+def test_gae_ignores_what_follows_an_end():
+    """last_values where the last step ended an episode may be anything; a done step looks only at its reward."""
+    rewards, values, dones = torch.tensor([[1.0], [5.0]]), torch.zeros(2, 1), torch.tensor([[True], [True]])
+    advantages, _ = gae(rewards, values, torch.tensor([math.nan]), dones, 0.9, 0.9)
+    assert advantages.flatten().tolist() == [1.0, 5.0]
+
+
+def random_tokens(B, R, seed=0):
+    """newlogprobs (with gradient), logprobs, advantages, mask with 1 to R tokens per step."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, R + 1, (B,), generator=g)
+    mask = (torch.arange(R) < lengths[:, None]).long()
+    old = -3 * torch.rand(B, R, generator=g)
+    new = (old + 0.3 * torch.randn(B, R, generator=g)).requires_grad_()
+    return new, old, torch.randn(B, generator=g), mask
+
+
+def slow_policy_loss(new, old, advantages, mask, clip):
+    total = 0.0
+    for b in range(len(new)):
+        losses = []
+        for i in range(int(mask[b].sum())):
+            ratio = math.exp(new[b, i] - old[b, i])
+            clipped = min(max(ratio, 1 - clip), 1 + clip)
+            losses.append(-min(ratio * advantages[b].item(), clipped * advantages[b].item()))
+        total += sum(losses) / len(losses)
+    return total / len(new)
+
+
+@pytest.mark.parametrize("B, R", [(5, 3), (4, 4), (1, 6)])  # B = R is where (B,) would broadcast over tokens
+def test_policy_loss_equals_the_loop(B, R):
+    new, old, advantages, mask = random_tokens(B, R)
+    loss = policy_loss(new, old, advantages, mask, 0.1)
+    assert loss.item() == pytest.approx(slow_policy_loss(new.detach(), old, advantages, mask, 0.1), abs=1e-6)
+
+
+@pytest.mark.parametrize("B, R", [(5, 3), (4, 4)])
+def test_kl_estimators_equal_the_loop(B, R):
+    new, old, _, mask = random_tokens(B, R)
+    rows = [
+        [(math.exp(n - o), n - o) for n, o, m in zip(*r, strict=True) if m]
+        for r in zip(new.tolist(), old.tolist(), mask.tolist(), strict=True)
+    ]
+    slow = np.mean([np.mean([ratio * log - (ratio - 1) for ratio, log in row]) for row in rows])
+    assert kl_loss(new, old, mask).item() == pytest.approx(slow, abs=1e-6)
+    slow = np.mean([np.mean([1 / ratio + log - 1 for ratio, log in row]) for row in rows])
+    assert kl_base(new, old, mask).item() == pytest.approx(slow, abs=1e-6)
+
+
+def test_value_loss_is_half_the_squared_error():
+    values, returns = torch.randn(6, requires_grad=True), torch.randn(6)
+    value_loss(values, returns).backward()
+    torch.testing.assert_close(values.grad, (values.detach() - returns) / 6)
+
+
+def test_a_step_s_advantage_reaches_only_its_own_tokens():
+    new, old, advantages, mask = random_tokens(4, 4)
+    for b in range(4):
+        only_b = torch.zeros(4).index_fill(0, torch.tensor([b]), 1.0)
+        (grad,) = torch.autograd.grad(policy_loss(new, new.detach(), only_b, mask, 0.1), new)
+        reached = grad != 0
+        assert reached[b].equal(mask[b].bool()) and reached.sum() == mask[b].sum()
+        torch.testing.assert_close(
+            grad[b][mask[b] == 1], torch.full((int(mask[b].sum()),), -1 / 4 / mask[b].sum())
+        )
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("loss", [lambda n, o, a, m: policy_loss(n, o, a, m, 0.1), lambda n, o, a, m: kl_loss(n, o, m), lambda n, o, a, m: kl_base(n, o, m)], ids=["policy", "kl_old", "kl_base"])  # fmt: skip
+def test_what_lies_under_the_padding_changes_nothing(loss, junk):
+    new, old, advantages, mask = random_tokens(4, 4)
+    clean = loss(new, old, advantages, mask)
+    (clean_grad,) = torch.autograd.grad(clean, new)
+    dirty_new = new.detach().masked_fill(mask == 0, junk).requires_grad_()
+    dirty = loss(dirty_new, old.masked_fill(mask == 0, -junk), advantages, mask)
+    (dirty_grad,) = torch.autograd.grad(dirty, dirty_new)
+    assert dirty.equal(clean) and dirty_grad.equal(clean_grad)
+
+
+def test_a_step_without_tokens_is_refused():
+    with pytest.raises(ValueError, match="token in every step"):
+        step_mean(torch.zeros(2, 2), torch.tensor([[1, 1], [0, 0]]))
+
+
+def small_vocabulary():
+    """Two policies over five tokens: new (with gradient, as logits) and the other one's probabilities."""
+    torch.manual_seed(1)
+    logits = torch.randn(5, requires_grad=True)
+    return logits, torch.randn(5).softmax(0)
+
+
+def test_kl_loss_is_the_divergence_of_equation_5():
+    """Weighted by pi_old, the estimator over all tokens is D_KL(pi_new || pi_old), in value and in gradient."""
+    logits, old = small_vocabulary()
+    new = logits.log_softmax(0)
+    per_token = torch.stack(
+        [kl_loss(new[None, None, i], old.log()[None, None, i], torch.ones(1, 1)) for i in range(5)]
+    )
+    exact = (new.exp() * (new - old.log())).sum()
+    torch.testing.assert_close((old * per_token).sum(), exact)
+    (gradient,) = torch.autograd.grad((old * per_token).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.autograd.grad(exact, logits)[0])
+
+
+def test_kl_base_is_one_divergence_in_value_and_the_other_in_gradient():
+    """Weighted by the fixed pi_new: value D_KL(new || base), gradient that of D_KL(base || new)."""
+    logits, base = small_vocabulary()
+    new = logits.log_softmax(0)
+    per_token = torch.stack(
+        [kl_base(new[None, None, i], base.log()[None, None, i], torch.ones(1, 1)) for i in range(5)]
+    )
+    estimate = (new.exp().detach() * per_token).sum()
+    torch.testing.assert_close(estimate, (new.exp() * (new - base.log())).sum())
+    (gradient,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+    exact = (base * (base.log() - new)).sum()
+    torch.testing.assert_close(gradient, torch.autograd.grad(exact, logits)[0])
+
+
+# ----------------------------------------------------------------------------------------------------- the policy
+
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"]
+ACTIONS = ["turn left", "turn right", "move forward"]
+
+
+def chat_template(image, start, end):
+    turn = start + "{{ m.role }}\n{% for c in m.content %}{% if c.type == 'image' %}" + image
+    turn += "{% else %}{{ c.text }}{% endif %}{% endfor %}" + end + "\n"
+    return (
+        "{% for m in messages %}"
+        + turn
+        + "{% endfor %}{% if add_generation_prompt %}"
+        + start
+        + "assistant\n{% endif %}"
+    )
+
+
+def write_model(family, folder, H=32):
+    """A random model of a few thousand parameters whose folder has the traps of the hub's.
+
+    A generation_config that samples greedily (top_k 1, temperature 0.01) and ends a turn by either of two ids,
+    an image processor without a video processor, the chat template in a file of its own.
+    """
+    qwen = "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>"
+    gemma = (
+        "<pad> <eos> <bos> <start_of_turn> <end_of_turn> <start_of_image> <end_of_image> <image_soft_token>"
+    )
+    smol = (
+        "<|endoftext|> <|im_start|> <end_of_utterance> <fake_token_around_image> <image> <global-img> <video>"
+    )
+    special = {"gemma3": gemma, "smolvlm": smol}.get(family, qwen).split()
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    raw.train_from_iterator(["turn left turn right move forward go to the red box"] * 3, trainer)
+    ids = {s: raw.token_to_id(s) for s in special}
+    text = dict(hidden_size=H, intermediate_size=2 * H, num_hidden_layers=2, num_attention_heads=2,
+                num_key_value_heads=1, vocab_size=len(raw.get_vocab()), max_position_embeddings=2048)  # fmt: skip
+    vision = dict(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=56,
+        patch_size=14,
+    )
+    files = {}
+    if family == "gemma3":
+        extra = {
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        }
+        names, stop = (
+            dict(eos_token="<eos>", bos_token="<bos>", pad_token="<pad>"),
+            ["<eos>", "<end_of_turn>"],
+        )
+        template = "<bos>" + chat_template("<start_of_image>", "<start_of_turn>", "<end_of_turn>")
+        config = Gemma3Config(
+            text_config=text | dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=64), vision_config=vision,
+            mm_tokens_per_image=4, boi_token_index=ids["<start_of_image>"], eoi_token_index=ids["<end_of_image>"],
+            image_token_index=ids["<image_soft_token>"],
+        )  # fmt: skip
+        images = dict(
+            processor_class="Gemma3Processor",
+            image_processor_type="Gemma3ImageProcessor",
+            size={"height": 56, "width": 56},
+        )
+        files["processor_config.json"] = dict(processor_class="Gemma3Processor", image_seq_length=4)
+    elif family == "smolvlm":
+        extra, names = (
+            {"image_token": "<image>"},
+            dict(eos_token="<end_of_utterance>", pad_token="<|endoftext|>"),
+        )
+        stop, template = (
+            ["<end_of_utterance>", "<|endoftext|>"],
+            chat_template("<image>", "<|im_start|>", "<end_of_utterance>"),
+        )
+        config = SmolVLMConfig(
+            text_config=text | dict(model_type="llama", pad_token_id=0), vision_config=vision,
+            image_token_id=ids["<image>"], scale_factor=2, pad_token_id=0,
+        )  # fmt: skip
+        images = dict(processor_class="SmolVLMProcessor", image_processor_type="SmolVLMImageProcessor",
+                      do_image_splitting=True, size={"longest_edge": 224}, max_image_size={"longest_edge": 56})  # fmt: skip
+        files["processor_config.json"] = dict(processor_class="SmolVLMProcessor", image_seq_len=4)
+    else:
+        extra, names, stop = (
+            {},
+            dict(eos_token="<|im_end|>", pad_token="<|endoftext|>"),
+            ["<|im_end|>", "<|endoftext|>"],
+        )
+        template = chat_template("<|vision_start|><|image_pad|><|vision_end|>", "<|im_start|>", "<|im_end|>")
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        marks = {f"{k}_token_id": ids[f"<|{v}|>"] for k, v in dict(
+            image="image_pad", video="video_pad", vision_start="vision_start", vision_end="vision_end").items()}  # fmt: skip
+        images = dict(
+            image_processor_type="Qwen2VLImageProcessor", patch_size=14, merge_size=2, temporal_patch_size=2
+        )
+        pixels = {"min_pixels": 3136, "max_pixels": 12845056}
+        if family == "qwen2_vl":
+            images |= dict(processor_class="Qwen2VLProcessor") | pixels
+            tower = dict(depth=1, embed_dim=32, hidden_size=H, num_heads=2, mlp_ratio=2)
+            config = Qwen2VLConfig(text_config=text, vision_config=tower, **marks)
+        elif family == "qwen2_5_vl":
+            images |= dict(processor_class="Qwen2_5_VLProcessor") | pixels
+            tower = dict(
+                depth=1,
+                hidden_size=32,
+                out_hidden_size=H,
+                intermediate_size=64,
+                num_heads=2,
+                fullatt_block_indexes=[0],
+            )
+            config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, **marks)
+        else:
+            size = {"shortest_edge": 65536, "longest_edge": 16777216}
+            images |= dict(processor_class="Qwen3VLProcessor", patch_size=16, size=size)
+            tower = dict(depth=2, hidden_size=32, out_hidden_size=H, intermediate_size=64, num_heads=2,
+                         num_position_embeddings=64, deepstack_visual_indexes=[0])  # fmt: skip
+            config = Qwen3VLConfig(text_config=text | dict(head_dim=16), vision_config=tower, **marks)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=0.01, top_k=1, top_p=0.001, eos_token_id=[ids[s] for s in stop], pad_token_id=ids[special[0]]
+    )  # fmt: skip
+    model.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, extra_special_tokens=extra, **names)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    for name, content in {"preprocessor_config.json": images, **files}.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """model_folder(family) -> a folder for --model, written once."""
+    made = {}
+
+    def get(family="qwen2_vl"):
+        if family == "smolvlm":
+            pytest.importorskip("num2words", reason="SmolVLM's processor needs num2words")
+        if family not in made:
+            made[family] = write_model(family, tmp_path_factory.mktemp(family))
+        return str(made[family])
+
+    return get
+
+
+def options(model, **changes) -> Args:
+    defaults = dict(
+        model=model, device="cpu", dtype="float32", value_hidden=(16,), max_new_tokens=10, lora_rank=4
+    )
+    return Args(**defaults | changes)
+
+
+def make_policy(model, seed=0, **changes) -> VLMPolicy:
+    """A policy whose adapters are not zero, as after some training."""
+    torch.manual_seed(seed)
+    policy = VLMPolicy(options(model, **changes))
+    for name, parameter in policy.vlm.named_parameters():
+        if "lora_B" in name and not changes.get("adapter"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    return policy
+
+
+def some_prompts(counts=(1, 2, 3)):
+    """Prompts of unequal length, with 1 to 3 images each."""
+    rng = np.random.default_rng(0)
+    prompts = []
+    for k in counts:
+        seen = [
+            {"image": rng.integers(0, 255, (60, 80, 3), dtype=np.uint8), "text": "dark " * k}
+            for _ in range(k)
+        ]
+        prompts.append((vldac.build_prompt(seen, ACTIONS, "find it", k, 9), [o["image"] for o in seen]))
+    return prompts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampling_and_scoring_agree(family, model_folder):
+    """Left-padded batch = one by one = the sampler's own log-probabilities, first token and stop token included."""
+    policy = make_policy(model_folder(family), temperature=1.3)
+    prompts = some_prompts()
+    batch = policy.encode(prompts)
+    policy.eval()
+    out = policy.base.generate(
+        **batch,
+        generation_config=policy.base.generation_config,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    responses = out.sequences[:, batch["input_ids"].shape[1] :]
+    sampler = torch.stack(out.scores, 1).float().log_softmax(2).gather(2, responses[..., None])[..., 0]
+    # One response cut by the limit, one that ends by each stop id, one that is nothing but a stop id.
+    lists = [row[: 3 + i] for i, row in enumerate(responses.tolist())]
+    tokens, mask = policy.pad(lists)
+    batched, values, _ = policy(batch, tokens, mask)
+    for i, prompt in enumerate(prompts):
+        n = len(lists[i])
+        torch.testing.assert_close(batched[i, :n], sampler[i, :n], atol=1e-5, rtol=0)
+        for stop in policy.stop_ids:
+            ids = lists[i] + [stop]
+            one, value, _ = policy(policy.encode([prompt]), *policy.pad([ids]))
+            torch.testing.assert_close(one[0, :n], batched[i, :n], atol=1e-5, rtol=0)
+            torch.testing.assert_close(value[0], values[i], atol=1e-5, rtol=0)
+            padded, _, _ = policy(batch, *policy.pad([ids if j == i else [stop] for j in range(3)]))
+            torch.testing.assert_close(padded[i, : n + 1], one[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_token_but_placeholders_can_be_sampled_and_either_stop_id_ends_a_turn(family, model_folder):
+    """The hub's generation_config (top_k 1, temperature 0.01) must not leak into the rollout."""
+    policy = make_policy(model_folder(family), max_new_tokens=30)
+    V = policy.base.config.get_text_config().vocab_size
+    assert len(policy.stop_ids) == 2 and policy.banned_ids
+    batch = policy.encode(some_prompts([1]) * 4)
+    out = policy.eval().base.generate(
+        **batch,
+        generation_config=policy.base.generation_config,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    possible = torch.isfinite(out.scores[0][0])
+    assert sorted(
+        (~possible).nonzero().flatten().tolist()
+    ) == policy.banned_ids and possible.sum() == V - len(policy.banned_ids)
+    for stop in policy.stop_ids:  # make one stop id likely: turns end with it, well before the limit
+        bias = torch.zeros(V)
+        bias[stop] = 50.0
+        head = policy.base.get_output_embeddings()
+        handle = head.register_forward_hook(lambda m, i, o, bias=bias: o + bias)
+        assert policy.sample(batch) == [[stop]] * 4
+        handle.remove()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_is_on_the_language_model_only(family, model_folder):
+    policy = make_policy(model_folder(family))
+    names = [name for name, p in policy.vlm.named_parameters() if p.requires_grad]
+    assert names and not [name for name in names if "vision" in name or "visual" in name]
+    assert {name.split(".")[-4] for name in names} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_frame_costs_few_tokens(family, model_folder):
+    policy = make_policy(model_folder(family), max_image_tokens=16)
+    frame = np.zeros((600, 800, 3), np.uint8)
+    ids = policy.encode([(some_prompts([1])[0][0], [frame])])["input_ids"]
+    assert 1 <= torch.isin(ids, torch.tensor(policy.banned_ids)).sum() <= 16
+
+
+def test_the_value_looks_at_the_prompt_alone(model_folder):
+    policy = make_policy(model_folder())
+    batch = policy.encode(some_prompts())
+    _, empty, _ = policy(batch, *policy.pad([[]] * 3))
+    _, full, _ = policy(batch, *policy.pad([[9, 10, 11]] * 3))
+    torch.testing.assert_close(empty, full, atol=1e-6, rtol=0)
+    assert empty.unique().numel() == 3
+
+
+def test_the_entropy_is_that_of_the_softmax(model_folder):
+    policy = make_policy(model_folder())
+    batch = policy.encode(some_prompts([2]))
+    V = policy.base.config.get_text_config().vocab_size
+    allowed = [i for i in range(V) if i not in policy.banned_ids]
+    every = torch.cat([policy(batch, *policy.pad([[i]]))[0][0] for i in allowed])
+    assert every.exp().sum().item() == pytest.approx(1, abs=1e-5)
+    assert policy(batch, *policy.pad([[9]]))[2].item() == pytest.approx(
+        -(every.exp() * every).sum().item(), abs=1e-4
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- the update
+
+
+def make_rollout(policy, B=6, seed=0):
+    """A rollout of sampled responses, as `train` builds it, with made-up advantages and returns."""
+    torch.manual_seed(seed)
+    prompts = some_prompts([1 + b % 3 for b in range(B)])
+    responses = [r[: 2 + b] for b, r in enumerate(policy.sample(policy.encode(prompts)))]
+    tokens, mask = policy.pad(responses)
+    logprobs, values = vldac.score(policy, prompts, tokens, mask)
+    with policy.vlm.disable_adapter():
+        baselogprobs, _ = vldac.score(policy, prompts, tokens, mask)
+    return vldac.Rollout(
+        prompts, tokens, mask, logprobs, baselogprobs, values, torch.randn(B), torch.randn(B)
+    )
+
+
+def optimizer_of(policy, lr=1e-2):
+    groups = [{"params": policy.lora_parameters()}, {"params": list(policy.value_head.parameters())}]
+    return torch.optim.Adam(groups, lr=lr, eps=1e-7)
+
+
+def lora_state(policy):
+    return torch.cat([p.detach().flatten().clone() for p in policy.lora_parameters()])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_minibatch_has_ratio_one(family, model_folder):
+    policy = make_policy(model_folder(family))
+    args = dataclasses.replace(policy.args, minibatch_size=3, micro_batch_size=2)
+    losses = vldac.update(policy, optimizer_of(policy), make_rollout(policy), args, value_only=False)
+    assert losses["ratio_first"] < 1e-4
+    assert losses["approx_kl"] > 1e-4  # and the later ones have not
+
+
+def test_the_first_minibatch_has_ratio_one_around_an_adapter_made_with_dropout(model_folder, tmp_path):
+    base = AutoModelForImageTextToText.from_pretrained(model_folder())
+    config = LoraConfig(r=4, lora_dropout=0.1, target_modules=vldac.LORA_TARGETS, init_lora_weights=False)
+    get_peft_model(base, config).save_pretrained(tmp_path)
+    policy = make_policy(model_folder(), adapter=str(tmp_path))
+    assert lora_state(policy).abs().sum() > 0
+    args = dataclasses.replace(policy.args, minibatch_size=3, micro_batch_size=2)
+    assert vldac.update(policy, optimizer_of(policy), make_rollout(policy), args, False)["ratio_first"] < 1e-4
+
+
+def gradients(policy, loss):
+    policy.zero_grad(set_to_none=True)
+    loss.backward()
+    lora = [p.grad for p in policy.lora_parameters()]
+    return lora, [p.grad for p in policy.value_head.parameters()]
+
+
+def test_the_two_losses_touch_different_weights(model_folder):
+    """The value loss leaves every LoRA gradient exactly zero, the policy loss every value-head gradient."""
+    policy = make_policy(model_folder())
+    rollout = make_rollout(policy)
+    inputs = rollout.batch(policy, torch.arange(6))
+    logprobs, values, _ = policy(*inputs)
+    lora, head = gradients(policy, value_loss(values, rollout.returns))
+    assert all(g is None or not g.any() for g in lora) and any(g.any() for g in head)
+    logprobs, values, _ = policy(*inputs)
+    loss = policy_loss(logprobs, rollout.logprobs, rollout.advantages, inputs[2], 0.1)
+    lora, head = gradients(policy, loss + 0.05 * kl_base(logprobs, rollout.baselogprobs, inputs[2]))
+    assert any(g.any() for g in lora) and all(g is None or not g.any() for g in head)
+
+
+def test_a_thousandfold_value_loss_moves_lora_not_one_bit_further(model_folder):
+    """Neither through gradients nor through a joint clipping norm nor through Adam."""
+    states = []
+    for vf_coef in (0.15, 150.0):
+        policy = make_policy(model_folder())
+        rollout = make_rollout(policy)
+        args = dataclasses.replace(policy.args, minibatch_size=3, vf_coef=vf_coef, max_grad_norm=0.01)
+        before = lora_state(policy)
+        torch.manual_seed(0)
+        vldac.update(policy, optimizer_of(policy), rollout, args, value_only=False)
+        states.append(lora_state(policy))
+        assert not states[-1].equal(before)
+    assert states[0].equal(states[1])
+
+
+def test_value_warm_up_trains_the_value_head_alone(model_folder):
+    policy = make_policy(model_folder())
+    rollout, before = make_rollout(policy), lora_state(policy)
+    head = policy.value_head[0].weight.detach().clone()
+    vldac.update(
+        policy,
+        optimizer_of(policy),
+        rollout,
+        dataclasses.replace(policy.args, minibatch_size=6),
+        value_only=True,
+    )
+    assert lora_state(policy).equal(before) and not policy.value_head[0].weight.equal(head)
+
+
+@pytest.mark.parametrize("micro", [1, 4, 5])
+def test_unequal_micro_batches_give_the_gradient_of_one(model_folder, micro):
+    """6 = 4 + 2 = 5 + 1: each micro-batch counts by its share of the steps."""
+    grads = []
+    for size in (6, micro):
+        policy = make_policy(model_folder())
+        rollout = make_rollout(policy)
+        args = dataclasses.replace(
+            policy.args, minibatch_size=6, micro_batch_size=size, update_epochs=1, max_grad_norm=1e9
+        )
+        vldac.update(policy, optimizer_of(policy, lr=0.0), rollout, args, value_only=False)
+        grads.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
+    assert grads[0].abs().max() > 1e-3
+    torch.testing.assert_close(grads[0], grads[1], atol=1e-6, rtol=0)
+
+
+def test_gradient_checkpointing_changes_no_gradient(model_folder):
+    grads = []
+    for checkpointing in (False, True):
+        policy = make_policy(model_folder(), gradient_checkpointing=checkpointing)
+        args = dataclasses.replace(policy.args, minibatch_size=6, update_epochs=1)
+        vldac.update(policy, optimizer_of(policy, lr=0.0), make_rollout(policy), args, value_only=False)
+        grads.append(torch.cat([p.grad.flatten() for p in policy.lora_parameters()]))
+    torch.testing.assert_close(*grads, atol=1e-6, rtol=0)
+
+
+# --------------------------------------------------------------------------------------- the prompt and the parser
+
+
+def answer(action):
+    return json.dumps({"thoughts": "hm", "action": action})
+
+
+@pytest.mark.parametrize(
+    "text, action",
+    [
+        (answer("turn left"), "turn left"),
+        (answer(" TURN Left\n"), "turn left"),
+        (
+            'Sure: {"action": "turn left"} or rather {"action": "turn right"}',
+            "turn right",
+        ),  # the last one counts
+        ('{"action": "turn left", "action" : 7}', None),  # also if it is no action
+        ('{"action": ["turn left"]}', None),
+        ('{"action": "turn left"', "turn left"),  # cut after the answer
+        ('{"action": "turn lef', None),  # cut within
+        ('{"thoughts": "line\nbreak", "action": "turn\\u0020left"}', "turn left"),
+        ('{"thoughts": "say \\"action\\": \\"turn left\\" now"}', None),  # a key inside a string is text
+        ("{'action': 'turn left'}", None),
+        ("turn left", None),
+        ("", None),
+        (answer("__import__('os').system('true')"), None),
+        (answer("\ud800"), None),
+    ],
+)
+def test_parse_action(text, action):
+    assert parse_action(text, ACTIONS) == action
+
+
+def test_numbers_are_compared_as_text():
+    actions = ["1", "10", "-", "+"]
+    for text, action in {
+        "10": "10",
+        "1": "1",
+        "1e1": None,
+        "10.0": None,
+        "-": None,
+        "01": None,
+        "1" * 5000: None,
+    }.items():
+        assert parse_action(f'{{"action": {text}}}', actions) == action
+
+
+def test_case_decides_only_where_it_must():
+    assert parse_action(answer("a"), ["A", "a"]) == "a"
+    assert parse_action(answer("b"), ["B", "b "]) is None  # two would do, none is exact
+
+
+def test_searches_only_where_they_are_offered():
+    assert parse_action(answer("search[red shoes]"), ["search[...]", "click[back]"]) == "search[red shoes]"
+    assert parse_action(answer("search[red shoes]"), ["click[back]"]) is None
+    for words in ("", "x" * 101, "a]b", "a\x00b", "a\nb"):
+        assert parse_action(answer(f"search[{words}]"), ["search[...]"]) is None
+
+
+def test_the_parser_survives_hostile_text():
+    """10,000 generated strings and 2 MB of each hostile shape: no exception, and only admissible actions."""
+    rng = random.Random(0)
+    parts = ['"action"', '"action":', ":", "{", "}", "[", "]", '"', "\\", "\\u", "\\ud83d", "\ud800", "\x00", "\n", " ",
+             "turn left", "10", "-", "1e999", "NaN", "null", "true", "é", "\u202e", "__import__('os')", "\\\""]  # fmt: skip
+    for _ in range(10_000):
+        text = "".join(rng.choice(parts) for _ in range(rng.randrange(40)))
+        assert parse_action(text, ["turn left", "10"]) in ("turn left", "10", None)
+    for shape in [
+        "[",
+        "{",
+        '"',
+        "\\",
+        '"action":',
+        '"action": "',
+        '"action": [',
+        '{"action":',
+        "9",
+        " ",
+        "-",
+        '"action"',
+        '\\"',
+    ]:
+        flood = shape * (2_000_000 // len(shape))
+        for text in (
+            flood,
+            '{"action": ' + flood,
+            '{"action": "' + flood,
+            '"action"' + flood + ':"turn left"',
+        ):
+            assert parse_action(text, ["turn left"]) in ("turn left", None)
+
+
+def test_the_prompt_shows_the_newest_frames_once_and_counts_actions():
+    class Counter(envs.World):
+        task, actions = "count", ("go",)
+
+        def _reset(self):
+            pass
+
+        def _step(self, action):
+            return 0.0, False
+
+        def _frame(self):
+            return np.full((8, 8, 3), self.taken, np.uint8)
+
+        def _text(self):
+            return f"state {self.taken}"
+
+    agent = vldac.Agent(Args(num_images=4), Counter((8, 8), 10, 0.0, helpers=False))
+    agent.reset(0)
+    for t in range(7):
+        messages, frames = agent.prompt()
+        assert [int(frame[0, 0, 0]) for frame in frames] == list(range(max(0, t - 3), t + 1))
+        (turn,) = messages
+        assert [part["type"] for part in turn["content"]] == ["image"] * len(frames) + ["text"]
+        text = turn["content"][-1]["text"]
+        assert f"Actions taken: {t}. Actions left: {10 - t}." in text and re.findall(r"state (\d)", text) == [
+            str(t)
+        ]
+        agent.step("go" if t % 2 else None)
+
+
+# ----------------------------------------------------------------------------------------------------- the worlds
+
+try:
+    envs.load_miniworld()
+    NO_OPENGL = ""
+except envs.UserError as error:
+    NO_OPENGL = str(error)
+needs_opengl = pytest.mark.skipif(bool(NO_OPENGL), reason=NO_OPENGL)
+MINIWORLD = [pytest.param(name, marks=needs_opengl) for name in envs.MINIWORLD]
+WORLDS = [*MINIWORLD, *envs.CARDS]
+
+
+def play(env, seed, policy, limit=10_000):
+    """One episode; returns its records (image bytes, text, reward, terminated, truncated, info)."""
+    observation, info = env.reset(seed=seed)
+    records = [(observation["image"].tobytes(), observation["text"], 0.0, False, False, info)]
+    for _ in range(limit):
+        observation, *rest = env.step(policy(records[-1][-1]))
+        records.append((observation["image"].tobytes(), observation["text"], *rest))
+        if rest[1] or rest[2]:
+            return records
+    raise AssertionError("the episode does not end")
+
+
+def randomly(seed):
+    rng = random.Random(seed)
+    return lambda info: rng.choice(info["actions"])
+
+
+@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.filterwarnings("ignore")
+def test_check_env(name):
+    env = envs.make_env(name)
+    check_env(env, skip_close_check=True)
+    observation, info = env.reset(seed=0)
+    assert observation["image"].dtype == np.uint8 and observation["image"] is not env.step("")[0]["image"]
+    assert {"task", "actions", "success", "left", "caption", "hint"} <= info.keys() and info["hint"] in info[
+        "actions"
+    ]
+    assert not {"caption", "hint"} & envs.make_env(name, helpers=False).reset(seed=0)[1].keys()
+
+
+def test_any_text_is_an_action():
+    space = envs.AnyText(10)
+    assert (
+        "" in space
+        and "a b\n" in space
+        and "x" * 11 not in space
+        and 3 not in space
+        and space.sample() in space
+    )
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_same_seed_and_actions_same_episode(name):
+    """Bit for bit, whatever was played before and whatever is played in between in other worlds."""
+    env, twin = envs.make_env(name), envs.make_env(name)
+    others = [
+        envs.make_env(n) for n in ([*envs.MINIWORLD] if not NO_OPENGL else []) + [*envs.CARDS] if n != name
+    ]
+    alone = play(env, 5, randomly(1))
+    play(twin, 6, randomly(2))
+    for other in others:
+        other.reset(seed=9)
+
+    def interleaved(info, choose=randomly(1)):
+        for other in others:
+            other.step(other._info()["actions"][0])
+        return choose(info)
+
+    assert play(twin, 5, interleaved) == alone
+    assert play(env, 7, randomly(1)) != alone
+
+
+@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("action", ["", "no such thing", "\x00", "1e9", "TURN LEFT"])
+def test_what_is_not_admissible_costs_a_step_and_ends_in_time(name, action):
+    env = envs.make_env(name, invalid_reward=-0.25)
+    first, _ = env.reset(seed=3)
+    left = env._info()["left"]
+    records = play(env, 3, lambda info: action)
+    assert len(records) == left + 1 and records[-1][4] and not records[-1][5]["success"]
+    assert all(r[2] == -0.25 for r in records[1:-1])
+    if name not in ("EZPoints", "Points24"):  # their formula shows the blank
+        assert all(r[0] == records[0][0] for r in records)
+
+
+@pytest.mark.parametrize(
+    "name, low, high", [("Hallway", 6, 14), ("OneRoom", 2, 8), ("FourRooms", 2, 8), ("WallGap", 0, 2)]
+)
+@needs_opengl
+def test_a_random_player_does_as_well_as_was_measured_elsewhere(name, low, high):
+    """Success over four actions and 128 steps; low and high: 95 % interval, in percent, of a separate measurement."""
+    env = envs.make_env(name, helpers=False)
+    n = 60
+    k = sum(play(env, seed, randomly(seed))[-1][-1]["success"] for seed in range(n))
+    z2 = 1.96**2
+    middle, half = (k + z2 / 2) / (n + z2), math.sqrt(z2) * math.sqrt(k * (n - k) / n + z2 / 4) / (n + z2)
+    assert middle - half <= high / 100 and middle + half >= low / 100
+
+
+@pytest.mark.parametrize("name", ["Hallway", "OneRoom"])
+@needs_opengl
+def test_the_hints_solve_the_open_rooms(name):
+    env = envs.make_env(name)
+    assert (
+        np.mean([play(env, seed, lambda info: info["hint"])[-1][-1]["success"] for seed in range(100)])
+        >= 0.99
+    )
+
+
+@needs_opengl
+def test_miniworld_rewards_and_ends():
+    env = envs.make_env("OneRoom", max_episode_steps=20)
+    lost = play(env, 0, lambda info: "turn left")
+    assert len(lost) == 21 and [r[2] for r in lost[1:]] == [0.0] * 19 + [-1.0]
+    assert lost[-1][3:5] == (False, True) and [r[-1]["left"] for r in lost] == list(range(20, -1, -1))
+    won = play(envs.make_env("OneRoom"), 1, lambda info: info["hint"])
+    steps = len(won) - 1
+    assert won[-1][2] == pytest.approx(1 - 0.2 * steps / 180) and won[-1][3:5] == (True, False)
+    last = play(envs.make_env("OneRoom", max_episode_steps=steps), 1, lambda info: info["hint"])
+    assert last[-1][3:5] == (True, True) and last[-1][-1]["success"] and last[-1][2] == won[-1][2]
+
+
+@needs_opengl
+def test_an_inadmissible_action_counts_in_miniworld_s_reward():
+    env = envs.make_env("OneRoom")
+    actions = iter(["", "pickup", 4])
+    records = play(env, 1, lambda info: next(actions, info["hint"]))
+    assert records[-1][2] == pytest.approx(1 - 0.2 * (len(records) - 1) / 180)
+
+
+@needs_opengl
+def test_every_red_box_world_can_be_made():
+    for name in envs.RED_BOX:
+        env = envs.make_env(f"MiniWorld-{name}-v0")
+        _, info = env.reset(seed=0)
+        assert info["left"] == {"OneRoomS6": 100, "OneRoomS6Fast": 50}.get(name, info["left"]) <= 128
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [("MiniWorld-PickupObjects-v0", "red box"), ("OneRom", "did you mean OneRoom"), ("x", "NumberLine"),
+     ("no_such_module:f", "no_such_module"), ("envs:no_such_function", "no_such_function")],
+)  # fmt: skip
+def test_names_that_are_refused(name, words):
+    with pytest.raises(envs.UserError, match=words):
+        envs.make_env(name)
+
+
+def test_importing_the_worlds_imports_no_torch_and_no_simulator():
+    import subprocess
+
+    code = "import envs, sys; envs.make_env('NumberLine').reset(seed=0); print([m for m in ('torch', 'miniworld', 'pyglet') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "[]"
+
+
+def test_number_line_rules():
+    env = envs.make_env("NumberLine")
+    starts = set()
+    for seed in range(300):
+        env.reset(seed=seed)
+        starts.add((env.current, env.target))
+    assert len(starts) == 30 and all(a != b for a, b in starts)
+    env.current, env.target = 0, 2
+    assert env.step("-")[1:3] == (-1.0, False) and env.current == 0  # blocked at the edge
+    assert env.step("+")[1:3] == (0.0, False)
+    assert env.step("-")[1] == -1.0
+    assert env.step("up")[1] == -1.0 and env.current == 0  # anything but a symbol of the game
+    env.step("+")
+    *_, reward, terminated, truncated, info = env.step("+")
+    assert (reward, terminated, truncated, info["success"]) == (1.0, True, False, True)
+    records = play(env, 0, lambda info: "-" if info["hint"] == "+" else "+")  # always away from the target
+    assert len(records) == 11 and records[-1][4]
+
+
+def formula_game(name, ranks, symbols):
+    """Rewards of playing symbols on a table with these ranks."""
+    env = envs.make_env(name)
+    env.reset(seed=0)
+    env.ranks = ranks
+    env._deal()
+    results = [env.step(symbol) for symbol in symbols]
+    return env, [r[1] for r in results], results[-1]
+
+
+def test_ez_points_rules():
+    _, rewards, last = formula_game("EZPoints", [12, 2], ["10", "+", "2", "="])
+    assert rewards == [0, 0, 0, 10] and last[2] and last[4]["success"]
+    _, rewards, last = formula_game("EZPoints", [12, 2], ["10", "="])
+    assert rewards == [0, -1] and last[2] and not last[4]["success"]  # 10 is not 12
+    env, rewards, _ = formula_game("EZPoints", [12, 2], ["10", "10", "3", "what", "+", "2", "="])
+    assert rewards[:4] == [0, -1, -1, -1] and env.formula == [
+        "10",
+        " ",
+        " ",
+        " ",
+        "+",
+        "2",
+    ]  # used up, not there, no symbol
+    assert rewards[6] == -1  # the seventh action ends the game, whatever was written
+    _, _, last = formula_game("EZPoints", [12, 2], ["2"] * 7)
+    assert last[1] == -1 and last[2:4] == (False, True)
+    env, _, last = formula_game("EZPoints", [6, 6], ["6", "+"])
+    assert last[0]["text"] == "Formula: 6 +" and last[4]["caption"] == "the cards are 6, 6; formula: 6 +"
+    assert formula_game("EZPoints", [6, 6], ["6", "+", "6", "="])[1][-1] == 10
+
+
+def test_every_ez_points_deal_is_solved_by_its_hints():
+    env, pairs = envs.make_env("EZPoints"), set()
+    for seed in range(200):
+        records = play(env, seed, lambda info: info["hint"])
+        assert records[-1][5]["success"] and len(records) == 5
+        pairs.add(tuple(sorted(env.numbers)))
+    assert pairs == {(2, 10), (5, 7), (3, 9), (4, 8), (3, 4), (2, 6), (6, 6)}
+
+
+@pytest.mark.parametrize("name, ranks, cheat", [
+    ("Points24", [2, 4, 1, 1], ["2", "4", "+", "1", "-", "1"]),  # digits glued to 24
+    ("Points24", [5, 2, 1, 1], ["5", "*", "*", "2", "-", "1"]),  # **
+    ("Points24", [10, 4, 1, 1], ["10", "/", "/", "4"]),  # //
+    ("EZPoints", [6, 6], ["-", "6"]),  # a sign
+])  # fmt: skip
+def test_the_loopholes_of_python_s_evaluator_are_closed(name, ranks, cheat):
+    assert envs.evaluate(cheat) is None
+    _, rewards, last = formula_game(name, ranks, [*cheat, "="])
+    assert rewards[-1] == -1 and last[2] and not last[4]["success"]
+
+
+def test_arithmetic_is_exact():
+    eight_thirds = ["8", "/", "(", "3", "-", "8", "/", "3", ")"]  # 23.999999999999993 in floating point
+    assert envs.evaluate(eight_thirds) == 24
+    assert formula_game("Points24", [8, 3, 8, 3], [*eight_thirds, "="])[1][-1] == 10
+    for wrong in (
+        [],
+        ["("],
+        [")"],
+        ["1", "+"],
+        ["(", "1"],
+        ["1", ")"],
+        ["(", ")"],
+        ["1", "(", "2", ")"],
+        ["1", "/", "0"],
+    ):
+        assert envs.evaluate(wrong) is None
+
+
+def test_points24_rules():
+    env, rewards, last = formula_game("Points24", [1, 11, 12, 13], ["1", "10", "10", "10", "10"])
+    assert env.numbers == [1, 10, 10, 10] and rewards == [0, 0, 0, 0, -1] and env.formula[-1] == " "
+    records = play(env, 0, lambda info: "(")
+    assert len(records) == 23 and records[-1][2] == -1 and records[-1][4]
+    solved = sum(play(env, seed, lambda info: info["hint"])[-1][5]["success"] for seed in range(100))
+    assert 60 <= solved <= 85  # about 73 % of the deals have a solution
+
+
+def test_blackjack_rules():
+    env = envs.make_env("Blackjack")
+    env.reset(seed=0)
+    ace, ten, five = (1, "A", "C"), (10, "K", "H"), (5, "5", "S")
+    assert [
+        env.score(hand) for hand in ([ace, ten], [ace, ace], [ten, five], [ten, ten, five], [ace, ten, five])
+    ] == [21, 12, 15, 0, 16]
+    for player, dealer, reward in [
+        ([ten, ten], [ten, (8, "8", "C")], 1),
+        ([ten, five], [ten, ten], -1),
+        ([ten, ten], [ten, ten], 0),
+    ]:
+        env.reset(seed=1)
+        env.player, env.dealer = player, dealer
+        *_, terminated, _, info = env.step("stand")
+        assert terminated and info["success"] == (reward == 1)
+    env.reset(seed=2)
+    env.player = [ten, ten]
+    env._card = lambda: five
+    assert env.step("hit")[1:3] == (-1.0, True)
+    env.reset(seed=2)
+    env.player, env.dealer = [ten, five], [ten, five]
+    env._card = lambda: ten  # the dealer must draw below 17, and busts
+    assert env.step("stand")[1:3] == (1.0, True)
+    assert (
+        "hidden" not in env.caption()
+        and str(env.dealer[1][1]) not in env.caption().split("player")[0].split()[-1:]
+    )
+    wins = np.mean(
+        [play(envs.make_env("Blackjack"), s, lambda info: info["hint"])[-1][5]["success"] for s in range(400)]
+    )
+    assert 0.36 <= wins <= 0.50  # basic strategy: 0.43
+
+
+def test_the_hidden_card_of_the_dealer_is_not_shown():
+    env = envs.make_env("Blackjack")
+    first, info = env.reset(seed=4)
+    env.dealer[1] = (1, "A", "D")
+    assert (env._frame() == first["image"]).all() and env.caption() == info["caption"]
+
+
+# ------------------------------------------------------------------------------------------------------ a whole run
+
+
+class Signal(envs.World):
+    """A world of one-step episodes for tests: the text says which way is right."""
+
+    task, actions = "obey", ("left", "right")
+
+    def __init__(self):
+        super().__init__((28, 28), 4, 0.0, helpers=False)
+
+    def _reset(self):
+        self.way = self.actions[int(self.np_random.integers(2))]
+
+    def _step(self, action):
+        self.success = action == self.way
+        return float(self.success), True
+
+    def _frame(self):
+        return np.zeros((28, 28, 3), np.uint8)
+
+    def _text(self):
+        return f"Go {self.way}!"
+
+
+def run(tmp_path, *argv, name="run"):
+    """A run through the command line; returns its folder and the rows of its log."""
+    vldac.main([*argv, "--runs_dir", str(tmp_path), "--run_name", name, "--device", "cpu"])
+    rows = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+    return tmp_path / name, rows
+
+
+SMALL = "--num_envs 2 --num_steps 4 --total_timesteps 16 --minibatch_size 8 --max_new_tokens 6 --value_hidden 16 --max_image_tokens 16".split()
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_run_writes_what_it_says(name, tmp_path, model_folder):
+    folder, rows = run(
+        tmp_path,
+        "--env",
+        name,
+        "--model",
+        model_folder(),
+        *SMALL,
+        "--eval_episodes",
+        "2",
+        "--max_episode_steps",
+        "3",
+    )
+    first, *updates, last = rows
+    assert 0 <= first["eval/success_rate"] <= 1 and first["global_step"] == 0 and last["global_step"] == 16
+    assert [row["global_step"] for row in updates] == [8, 16]
+    assert all(row["losses/ratio_first"] < 1e-4 for row in updates)
+    keys = {
+        f"charts/{k}"
+        for k in "success_rate episodic_return episodic_length invalid_action_rate cut_share response_length learning_rate env_steps_per_second".split()
+    }
+    keys |= {
+        f"losses/{k}"
+        for k in "policy_loss value_loss kl_old kl_base entropy approx_kl clipfrac explained_variance advantage_std grad_norm_lora grad_norm_value ratio_first".split()
+    }
+    keys |= {f"time/{k}" for k in "env encode generate score update".split()}
+    assert keys <= updates[0].keys()
+    sample = updates[0]["samples"][0]
+    assert sample["prompt"].startswith("Task: ") and sample.keys() >= {"response", "action", "reward"}
+    assert (folder / sample["frame"]).exists()
+    assert json.loads((folder / "args.json").read_text())["env"] == name
+    names = {path.name for path in (folder / "adapter").iterdir()}
+    assert {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "preprocessor_config.json",
+        "chat_template.jinja",
+    } <= names
+    base = Path(model_folder())
+    assert (folder / "adapter" / "preprocessor_config.json").read_bytes() == (
+        base / "preprocessor_config.json"
+    ).read_bytes()
+
+
+def test_the_success_rate_waits_until_failures_can_have_finished(tmp_path, model_folder):
+    """With a limit of 10 and 4 steps per update, only successes can have finished before update 3."""
+    argv = ["--env", "NumberLine", "--model", model_folder(), *SMALL, "--total_timesteps", "32"]
+    _, rows = run(tmp_path, *argv)
+    rates = [row["charts/success_rate"] for row in rows]
+    assert rates[:2] == [None, None] and rates[3] is not None
+
+
+def test_equal_seeds_equal_logs(tmp_path, model_folder):
+    logs = []
+    for name in "ab":
+        _, rows = run(tmp_path, "--env", "NumberLine", "--model", model_folder(), *SMALL, name=name)
+        logs.append(
+            [{k: v for k, v in row.items() if "time/" not in k and "per_second" not in k} for row in rows]
+        )
+    assert logs[0] == logs[1]
+
+
+def test_a_taken_name_gets_a_number(tmp_path, model_folder):
+    for _ in range(2):
+        run(tmp_path, "--env", "NumberLine", "--model", model_folder(), *SMALL)
+    assert (tmp_path / "run-2" / "adapter").exists()
+
+
+def test_a_run_starts_from_an_adapter(tmp_path, model_folder):
+    argv = [
+        "--env",
+        "NumberLine",
+        "--model",
+        model_folder(),
+        *SMALL,
+        "--learning_rate",
+        "0.01",
+        "--value_warmup",
+        "0",
+    ]
+    folder, _ = run(tmp_path, *argv, name="first")
+    args = vldac.parse_args([*argv, "--adapter", str(folder / "adapter")])
+    saved = VLMPolicy(args)
+    assert lora_state(saved).abs().sum() > 0
+    fresh = VLMPolicy(dataclasses.replace(args, adapter=None))
+    assert not lora_state(saved).equal(lora_state(fresh))
+    run(tmp_path, *argv, "--adapter", str(folder / "adapter"), name="second")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_toy_learns(tmp_path, monkeypatch):
+    """The README's promise in its smallest form: obeying one word, from chance to nearly always."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(vldac.warm_start, "__defaults__", (60, 32, 1))
+    argv = [
+        "--env",
+        "test_vldac:Signal",
+        "--model",
+        "tiny",
+        "--total_timesteps",
+        "3072",
+        "--num_envs",
+        "64",
+        "--num_steps",
+        "4",
+        "--eval_episodes",
+        "0",
+    ]
+    _, rows = run(tmp_path, *argv)
+    rates = [row["charts/success_rate"] for row in rows]
+    assert rates[0] < 0.7 and rates[-1] > 0.9
+    assert rows[-1]["charts/invalid_action_rate"] < 0.05
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("--env OneRom", "did you mean OneRoom"),
+        ("--env NumberLine --model no/such/model-here", "--model tiny"),
+        ("--env NumberLine --gamma 1.5", "gamma"),
+        ("--env NumberLine --learning_rate nan", "learning_rate"),
+        ("--env NumberLine --num_envs 0", "num_envs"),
+        ("--env NumberLine --minibatch_size 100", "does not divide"),
+        ("--env NumberLine --total_timesteps 5", "less than one update"),
+        ("--env NumberLine --gam 1", "unrecognized arguments"),
+        ("--env NumberLine --track yes", "not true or false"),
+        ("--env NumberLine --kl_ref new", "invalid choice"),
+    ],
+)
+def test_wrong_invocations(argv, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        vldac.main([*argv.split(), "--device", "cpu"])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 2 and words in error and "error:" in error
+
+
+def test_precedence_is_command_line_toy_world_default():
+    args = vldac.parse_args("--env NumberLine --model tiny --gamma 0.5 --device cpu".split())
+    assert args.gamma == 0.5  # given, though the world says 1
+    assert args.num_envs == vldac.TOY["num_envs"]
+    assert args.gae_lambda == 1.0 and args.max_episode_steps == 10  # the world's
+    assert args.clip_coef == Args.clip_coef
+    args = vldac.parse_args(f"--env NumberLine --model tiny --gamma {Args.gamma} --device cpu".split())
+    assert args.gamma == Args.gamma  # given counts, also where it equals the default
