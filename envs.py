@@ -103,7 +103,7 @@ RED_BOX += [f"{letter}Maze{side}" for letter in "TY" for side in ("", "Left", "R
 
 OPENGL = (
     "apt-get update && apt-get install -y --no-install-recommends libegl1 libgl1 libglu1-mesa libfreetype6 "
-    "(as root; software rendering: no GPU and no display is needed), or a world without OpenGL: --env NumberLine"
+    "(as root; it renders in software, without GPU or display), or try one without OpenGL: --env NumberLine"
 )
 
 
@@ -134,8 +134,8 @@ def load_miniworld():
     ) as error:  # ImportError, NoSuchDisplayException, NoSuchConfigException, ContextException, ...
         raise UserError(f"MiniWorld cannot render here ({type(error).__name__}: {error}): {OPENGL}") from None
 
-    # Every world compiles its walls into OpenGL display list 1 and contexts share lists: a Hallway drawn after
-    # a OneRoom would show the OneRoom's walls. So each world gets a list number of its own.
+    # Every world compiles its walls into OpenGL display list 1, and contexts share lists: a Hallway drawn
+    # after a OneRoom would show the OneRoom's walls. So each world gets a list number of its own.
     numbers, current = itertools.count(1), [1]
     for name in ("glDeleteLists", "glNewList", "glCallList"):
         function = getattr(simulator, name)
@@ -209,7 +209,7 @@ class MiniWorld(World):
         self.bearing, self.unseen = math.degrees(math.atan(offset / focal)), 0
 
     def _side(self):
-        """0 left, 1 ahead (nearer to the middle than half a turn, and two degrees for the pixels), 2 right."""
+        """0 left, 1 ahead (within half a turn of the middle, and two degrees for the pixels), 2 right."""
         return 1 + (self.bearing > self.half_turn + 2) - (self.bearing < -self.half_turn - 2)
 
     def caption(self):
@@ -520,7 +520,7 @@ CARDS = {"NumberLine": NumberLine, "EZPoints": EZPoints, "Blackjack": Blackjack,
 CARD_OPTIONS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0, "invalid_reward": -1.0}
 # What a world changes in vldac.Args.
 OPTIONS = {
-    "NumberLine": CARD_OPTIONS | {"max_episode_steps": 10},
+    "NumberLine": CARD_OPTIONS | {"max_episode_steps": 10, "total_timesteps": 12_288},
     "EZPoints": CARD_OPTIONS | {"max_episode_steps": 7},
     "Blackjack": CARD_OPTIONS | {"max_episode_steps": 20},
     "Points24": CARD_OPTIONS | {"max_episode_steps": 22},
