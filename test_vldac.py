@@ -10,6 +10,7 @@ import json
 import math
 import random
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_doctests(module):
     assert result.attempted > 0 and result.failed == 0
 
 
-# ------------------------------------------------------------------------------------------------------ the maths
+# ---------------------------------------------------------------------------------------------- the maths
 
 
 def gae_by_definition(rewards, values, last_values, dones, gamma, lam):
@@ -76,7 +77,7 @@ def test_gae_equals_its_definition(gamma, lam, dtype):
 
 
 def test_gae_ignores_what_follows_an_end():
-    """last_values where the last step ended an episode may be anything; a done step looks only at its reward."""
+    """Where the last step ended an episode, last_values may be anything; a final step has only its reward."""
     rewards, values, dones = torch.tensor([[1.0], [5.0]]), torch.zeros(2, 1), torch.tensor([[True], [True]])
     advantages, _ = gae(rewards, values, torch.tensor([math.nan]), dones, 0.9, 0.9)
     assert advantages.flatten().tolist() == [1.0, 5.0]
@@ -143,7 +144,15 @@ def test_a_step_s_advantage_reaches_only_its_own_tokens():
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("loss", [lambda n, o, a, m: policy_loss(n, o, a, m, 0.1), lambda n, o, a, m: kl_loss(n, o, m), lambda n, o, a, m: kl_base(n, o, m)], ids=["policy", "kl_old", "kl_base"])  # fmt: skip
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda *x: policy_loss(*x, 0.1),
+        lambda n, o, a, m: kl_loss(n, o, m),
+        lambda n, o, a, m: kl_base(n, o, m),
+    ],
+    ids=["policy", "kl_old", "kl_base"],
+)
 def test_what_lies_under_the_padding_changes_nothing(loss, junk):
     new, old, advantages, mask = random_tokens(4, 4)
     clean = loss(new, old, advantages, mask)
@@ -167,7 +176,7 @@ def small_vocabulary():
 
 
 def test_kl_loss_is_the_divergence_of_equation_5():
-    """Weighted by pi_old, the estimator over all tokens is D_KL(pi_new || pi_old), in value and in gradient."""
+    """Weighted by pi_old, the estimator is D_KL(pi_new || pi_old), in value and in gradient."""
     logits, old = small_vocabulary()
     new = logits.log_softmax(0)
     per_token = torch.stack(
@@ -193,7 +202,7 @@ def test_kl_base_is_one_divergence_in_value_and_the_other_in_gradient():
     torch.testing.assert_close(gradient, torch.autograd.grad(exact, logits)[0])
 
 
-# ----------------------------------------------------------------------------------------------------- the policy
+# --------------------------------------------------------------------------------------------- the policy
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"]
 ACTIONS = ["turn left", "turn right", "move forward"]
@@ -214,7 +223,7 @@ def chat_template(image, start, end):
 def write_model(family, folder, H=32):
     """A random model of a few thousand parameters whose folder has the traps of the hub's.
 
-    A generation_config that samples greedily (top_k 1, temperature 0.01) and ends a turn by either of two ids,
+    A generation_config that samples greedily (top_k 1, temperature 0.01) and ends a turn by either of two,
     an image processor without a video processor, the chat template in a file of its own.
     """
     qwen = "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>"
@@ -234,7 +243,7 @@ def write_model(family, folder, H=32):
     raw.train_from_iterator(["turn left turn right move forward go to the red box"] * 3, trainer)
     ids = {s: raw.token_to_id(s) for s in special}
     text = dict(hidden_size=H, intermediate_size=2 * H, num_hidden_layers=2, num_attention_heads=2,
-                num_key_value_heads=1, vocab_size=len(raw.get_vocab()), max_position_embeddings=2048)  # fmt: skip
+                num_key_value_heads=1, vocab_size=raw.get_vocab_size())  # fmt: skip
     vision = dict(
         hidden_size=32,
         intermediate_size=64,
@@ -256,9 +265,9 @@ def write_model(family, folder, H=32):
         )
         template = "<bos>" + chat_template("<start_of_image>", "<start_of_turn>", "<end_of_turn>")
         config = Gemma3Config(
-            text_config=text | dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=64), vision_config=vision,
-            mm_tokens_per_image=4, boi_token_index=ids["<start_of_image>"], eoi_token_index=ids["<end_of_image>"],
-            image_token_index=ids["<image_soft_token>"],
+            text_config=text | dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=64),
+            vision_config=vision, mm_tokens_per_image=4, image_token_index=ids["<image_soft_token>"],
+            boi_token_index=ids["<start_of_image>"], eoi_token_index=ids["<end_of_image>"],
         )  # fmt: skip
         images = dict(
             processor_class="Gemma3Processor",
@@ -279,8 +288,10 @@ def write_model(family, folder, H=32):
             text_config=text | dict(model_type="llama", pad_token_id=0), vision_config=vision,
             image_token_id=ids["<image>"], scale_factor=2, pad_token_id=0,
         )  # fmt: skip
-        images = dict(processor_class="SmolVLMProcessor", image_processor_type="SmolVLMImageProcessor",
-                      do_image_splitting=True, size={"longest_edge": 224}, max_image_size={"longest_edge": 56})  # fmt: skip
+        images = dict(processor_class="SmolVLMProcessor", image_processor_type="SmolVLMImageProcessor")
+        images |= dict(
+            do_image_splitting=True, size={"longest_edge": 224}, max_image_size={"longest_edge": 56}
+        )
         files["processor_config.json"] = dict(processor_class="SmolVLMProcessor", image_seq_len=4)
     else:
         extra, names, stop = (
@@ -290,8 +301,10 @@ def write_model(family, folder, H=32):
         )
         template = chat_template("<|vision_start|><|image_pad|><|vision_end|>", "<|im_start|>", "<|im_end|>")
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-        marks = {f"{k}_token_id": ids[f"<|{v}|>"] for k, v in dict(
-            image="image_pad", video="video_pad", vision_start="vision_start", vision_end="vision_end").items()}  # fmt: skip
+        kinds = dict(
+            image="image_pad", video="video_pad", vision_start="vision_start", vision_end="vision_end"
+        )
+        marks = {f"{kind}_token_id": ids[f"<|{name}|>"] for kind, name in kinds.items()}
         images = dict(
             image_processor_type="Qwen2VLImageProcessor", patch_size=14, merge_size=2, temporal_patch_size=2
         )
@@ -322,9 +335,9 @@ def write_model(family, folder, H=32):
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.1)
-    model.generation_config = GenerationConfig(
-        do_sample=True, temperature=0.01, top_k=1, top_p=0.001, eos_token_id=[ids[s] for s in stop], pad_token_id=ids[special[0]]
-    )  # fmt: skip
+    greedy = dict(do_sample=True, temperature=0.01, top_k=1, top_p=0.001)
+    stop_ids = [ids[s] for s in stop]
+    model.generation_config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=ids[special[0]], **greedy)
     model.save_pretrained(folder)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, extra_special_tokens=extra, **names)
     tokenizer.chat_template = template
@@ -381,7 +394,7 @@ def some_prompts(counts=(1, 2, 3)):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampling_and_scoring_agree(family, model_folder):
-    """Left-padded batch = one by one = the sampler's own log-probabilities, first token and stop token included."""
+    """Left-padded batch = one by one = the sampler's own log-probabilities, first and stop token included."""
     policy = make_policy(model_folder(family), temperature=1.3)
     prompts = some_prompts()
     batch = policy.encode(prompts)
@@ -481,7 +494,7 @@ def test_the_entropy_is_that_of_the_softmax(model_folder):
     )
 
 
-# ----------------------------------------------------------------------------------------------------- the update
+# --------------------------------------------------------------------------------------------- the update
 
 
 def make_rollout(policy, B=6, seed=0):
@@ -620,7 +633,7 @@ def test_gradient_checkpointing_changes_no_gradient(model_folder):
     torch.testing.assert_close(*grads, atol=1e-6, rtol=0)
 
 
-# --------------------------------------------------------------------------------------- the prompt and the parser
+# ------------------------------------------------------------------------------ the prompt and the parser
 
 
 def answer(action):
@@ -682,8 +695,18 @@ def test_searches_only_where_they_are_offered():
 def test_the_parser_survives_hostile_text():
     """10,000 generated strings and 2 MB of each hostile shape: no exception, and only admissible actions."""
     rng = random.Random(0)
-    parts = ['"action"', '"action":', ":", "{", "}", "[", "]", '"', "\\", "\\u", "\\ud83d", "\ud800", "\x00", "\n", " ",
-             "turn left", "10", "-", "1e999", "NaN", "null", "true", "é", "\u202e", "__import__('os')", "\\\""]  # fmt: skip
+    parts = [
+        '"action"',
+        '"action":',
+        *':{}[]"\\ \n\x00\ud800\u202eé',
+        "\\u",
+        "\\ud83d",
+        '\\"',
+        "turn left",
+        "10",
+        "-",
+    ]
+    parts += ["1e999", "NaN", "null", "true", "__import__('os')"]
     for _ in range(10_000):
         text = "".join(rng.choice(parts) for _ in range(rng.randrange(40)))
         assert parse_action(text, ["turn left", "10"]) in ("turn left", "10", None)
@@ -743,7 +766,7 @@ def test_the_prompt_shows_the_newest_frames_once_and_counts_actions(monkeypatch)
         agent.step("go" if t % 2 else None)
 
 
-# ----------------------------------------------------------------------------------------------------- the worlds
+# --------------------------------------------------------------------------------------------- the worlds
 
 try:
     envs.load_miniworld()
@@ -808,7 +831,9 @@ def test_same_seed_and_actions_same_episode(name):
     for other in others:
         other.reset(seed=9)
 
-    def interleaved(info, choose=randomly(1)):
+    choose = randomly(1)
+
+    def interleaved(info):
         for other in others:
             other.step(other._info()["actions"][0])
         return choose(info)
@@ -835,7 +860,7 @@ def test_what_is_not_admissible_costs_a_step_and_ends_in_time(name, action):
 )
 @needs_opengl
 def test_a_random_player_does_as_well_as_was_measured_elsewhere(name, low, high):
-    """Success over four actions and 128 steps; low and high: 95 % interval, in percent, of a separate measurement."""
+    """Success over four actions in 128 steps; low, high: the 95 % interval, in percent, of 200 episodes."""
     env = envs.make_env(name, helpers=False)
     n = 60
     k = sum(play(env, seed, randomly(seed))[-1][-1]["success"] for seed in range(n))
@@ -894,7 +919,8 @@ def test_names_that_are_refused(name, words):
 
 
 def test_importing_the_worlds_imports_no_torch_and_no_simulator():
-    code = "import envs, sys; envs.make_env('NumberLine').reset(seed=0); print([m for m in ('torch', 'miniworld', 'pyglet') if m in sys.modules])"
+    code = "import envs, sys; envs.make_env('NumberLine').reset(seed=0); "
+    code += "print([m for m in ('torch', 'miniworld', 'pyglet') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "[]"
 
 
@@ -1038,7 +1064,7 @@ def test_the_hidden_card_of_the_dealer_is_not_shown():
     assert (env._frame() == first["image"]).all() and env.caption() == info["caption"]
 
 
-# ------------------------------------------------------------------------------------------------------ a whole run
+# -------------------------------------------------------------------------------------------- a whole run
 
 
 class Signal(envs.World):
@@ -1070,7 +1096,12 @@ def run(tmp_path, *argv, name="run"):
     return tmp_path / name, rows
 
 
-SMALL = "--num_envs 2 --num_steps 4 --total_timesteps 16 --minibatch_size 8 --max_new_tokens 6 --value_hidden 16 --max_image_tokens 16".split()
+SMALL = "--num_envs 2 --num_steps 4 --total_timesteps 16 --minibatch_size 8 --max_new_tokens 6".split()
+SMALL += "--value_hidden 16 --max_image_tokens 16".split()
+CHARTS = """success_rate episodic_return episodic_length invalid_action_rate cut_share response_length
+learning_rate env_steps_per_second"""
+LOSSES = """policy_loss value_loss kl_old kl_base entropy approx_kl clipfrac explained_variance advantage_std
+grad_norm_lora grad_norm_value ratio_first"""
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -1091,14 +1122,7 @@ def test_a_run_writes_what_it_says(name, tmp_path, model_folder):
     assert 0 <= first["eval/success_rate"] <= 1 and first["global_step"] == 0 and last["global_step"] == 16
     assert [row["global_step"] for row in updates] == [8, 16]
     assert all(row["losses/ratio_first"] < 1e-4 for row in updates)
-    keys = {
-        f"charts/{k}"
-        for k in "success_rate episodic_return episodic_length invalid_action_rate cut_share response_length learning_rate env_steps_per_second".split()
-    }
-    keys |= {
-        f"losses/{k}"
-        for k in "policy_loss value_loss kl_old kl_base entropy approx_kl clipfrac explained_variance advantage_std grad_norm_lora grad_norm_value ratio_first".split()
-    }
+    keys = {f"charts/{k}" for k in CHARTS.split()} | {f"losses/{k}" for k in LOSSES.split()}
     keys |= {f"time/{k}" for k in "env encode generate score update".split()}
     assert keys <= updates[0].keys()
     sample = updates[0]["samples"][0]
@@ -1208,3 +1232,47 @@ def test_precedence_is_command_line_toy_world_default():
     assert args.clip_coef == Args.clip_coef
     args = vldac.parse_args(f"--env NumberLine --model tiny --gamma {Args.gamma} --device cpu".split())
     assert args.gamma == Args.gamma  # given counts, also where it equals the default
+
+
+# ------------------------------------------------------------------------------------------------------ the README
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def readme_program(name):
+    """The README's Python block whose first line is `# name`."""
+    (block,) = re.findall(rf"```python\n(# {re.escape(name)}\b.*?)```", README, re.S)
+    return block
+
+
+@pytest.mark.parametrize("file, env", [("my_world.py", "my_world:Doors"), ("lake.py", "lake:make")])
+def test_the_readme_s_worlds_run(file, env, tmp_path, model_folder, monkeypatch):
+    (tmp_path / file).write_text(readme_program(file))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    world = envs.make_env(env, max_episode_steps=30)
+    records = play(world, 0, randomly(0))
+    assert records == play(world, 0, randomly(0)) and len(records) > 2
+    assert len(play(world, 0, lambda info: "no such action")) == 31  # costs its step, changes nothing
+    _, rows = run(tmp_path, "--env", env, "--model", model_folder(), *SMALL, "--max_episode_steps", "4")
+    rate = (
+        "charts/success_rate" if file == "my_world.py" else "charts/positive_return"
+    )  # Frozen Lake has no flag
+    assert rows[-1][rate] is not None
+
+
+def test_the_readme_s_program_acts(tmp_path, model_folder, monkeypatch, capsys):
+    run(tmp_path / "runs", "--env", "NumberLine", "--model", model_folder(), *SMALL, name="NumberLine-tiny-0")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "act.py").write_text(readme_program("act.py"))
+    runpy.run_path(str(tmp_path / "act.py"))
+    assert "->" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_readme_names_every_option_and_deviation():
+    """Its table of options is checked against Args; its deviations are those of vldac.py, number by number."""
+    numbers = re.findall(r"^ ?(\d+)\. ", vldac.__doc__, re.M)
+    assert re.findall(r"^(\d+)\. \*\*", README, re.M) == numbers
+    for option in re.findall(r"`--(\w+)", README):
+        assert option in {field.name for field in dataclasses.fields(Args)} | {"help"}
+    for name in re.findall(r"`vldac\.(\w+)", README):
+        assert hasattr(vldac, name)

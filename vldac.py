@@ -133,11 +133,8 @@ def parse_args(argv=None) -> Args:
         elif typing.get_origin(kind) is tuple:
             options |= {"type": inner[0], "nargs": "+"}
         elif kind is bool:
-            options |= {
-                "type": lambda text: text == "true",
-                "choices": (True, False),
-                "metavar": "true|false",
-            }
+            options |= {"type": lambda text: {"true": True, "false": False}.get(text, text)}
+            options |= {"choices": (True, False), "metavar": "true|false"}
         else:
             options["type"] = inner[0] if inner else kind  # str | None is a str
         parser.add_argument(f"--{field.name}", **options)
