@@ -126,7 +126,7 @@ def load_miniworld():
 
         # The first context is where a missing driver shows, freetype included.
         with contextlib.redirect_stdout(io.StringIO()):
-            gym.make("MiniWorld-OneRoom-v0", disable_env_checker=True)
+            gym.make("MiniWorld-OneRoom-v0", disable_env_checker=True, window_width=80, window_height=60)
     except ModuleNotFoundError as error:
         raise UserError(f"MiniWorld is not installed ({error}): pip install -r requirements.txt") from None
     except (
@@ -524,8 +524,6 @@ OPTIONS = {
     "EZPoints": CARD_OPTIONS | {"max_episode_steps": 7},
     "Blackjack": CARD_OPTIONS | {"max_episode_steps": 20},
     "Points24": CARD_OPTIONS | {"max_episode_steps": 22},
-    "OneRoomS6": {"max_episode_steps": 100},
-    "OneRoomS6Fast": {"max_episode_steps": 50},
 }
 
 
@@ -555,19 +553,14 @@ def make_env(
     if name in CARDS:
         return CARDS[name](helpers=helpers, **options)
     if short in RED_BOX:
-        return MiniWorld(
-            short, helpers=helpers, **{k: OPTIONS.get(short, {}).get(k, v) for k, v in options.items()}
-        )
+        return MiniWorld(short, helpers=helpers, **options)
     if name.startswith("MiniWorld-"):
-        raise UserError(
-            f"{name}: its goal is not the red box; of MiniWorld's worlds only {', '.join(RED_BOX)} are"
-        )
+        raise UserError(f"{name}: its goal is not the red box; choose one of {', '.join(RED_BOX)}")
     names = [*RED_BOX, *CARDS]
     close = difflib.get_close_matches(name, names, 1, 0.5)
     guess = f"did you mean {close[0]}? " if close else ""
-    raise UserError(
-        f"no world is called {name!r}; {guess}There are {', '.join(names)}, or package.module:callable"
-    )
+    known = ", ".join(names)
+    raise UserError(f"no world is called {name!r}; {guess}There are {known}, or package.module:callable")
 
 
 def own_env(name, max_episode_steps):

@@ -5,6 +5,7 @@ Plain `pytest` runs all of it, the modules' doctests and the README's examples i
 
 import dataclasses
 import doctest
+import importlib.machinery
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ import re
 import runpy
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -918,6 +920,25 @@ def test_names_that_are_refused(name, words):
         envs.make_env(name)
 
 
+@pytest.mark.parametrize("library", ["GL", "GLU", "EGL"])
+def test_without_opengl_the_message_names_the_packages(library):
+    """As on a Linux machine without them: pyglet's loader does not find one of its libraries."""
+    pytest.importorskip("pyglet")
+    code = f"""
+import sys, pyglet.lib, vldac
+load = pyglet.lib.loader.load_library
+def missing(*names, **options):
+    if {library!r} in names:
+        raise ImportError('Library "{library}" not found.')
+    return load(*names, **options)
+pyglet.lib.load_library = pyglet.lib.loader.load_library = missing
+vldac.main(["--env", "OneRoom", "--device", "cpu"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    (line,) = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and "apt-get install" in line and "--env NumberLine" in line
+
+
 def test_importing_the_worlds_imports_no_torch_and_no_simulator():
     code = "import envs, sys; envs.make_env('NumberLine').reset(seed=0); "
     code += "print([m for m in ('torch', 'miniworld', 'pyglet') if m in sys.modules])"
@@ -1188,6 +1209,42 @@ def test_a_run_starts_from_an_adapter(tmp_path, model_folder):
     run(tmp_path, *argv, "--adapter", str(folder / "adapter"), name="second")
 
 
+def test_a_cached_toy_gives_the_same_log(tmp_path, monkeypatch, capsys):
+    """Cold, it is taught first; warm, it comes from the cache; what follows is the same."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(vldac.warm_start, "__defaults__", (3, 8, 1))
+    argv = "--env NumberLine --model tiny --total_timesteps 64 --num_envs 4 --num_steps 16 --minibatch_size 32".split()
+    logs = [run(tmp_path, *argv, "--eval_episodes", "2", name=name)[1] for name in ("cold", "warm")]
+    assert capsys.readouterr().out.count("toy: on held-out frames") == 1
+    same = [
+        [{k: v for k, v in row.items() if "time/" not in k and "per_second" not in k} for row in log]
+        for log in logs
+    ]
+    assert same[0] == same[1] and "eval/thought_agreement" in same[0][0]
+    assert (
+        json.loads((tmp_path / "cold" / "adapter" / "adapter_config.json").read_text())["r"] == Args.lora_rank
+    )
+    assert (tmp_path / "cold" / "base" / "model.safetensors").exists()
+
+
+def test_the_numbers_go_to_weights_and_biases_too(tmp_path, model_folder, monkeypatch):
+    sent = []
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    fake.init = lambda **options: fake
+    fake.log = lambda row, step: sent.append((step, row))
+    fake.finish = lambda: sent.append("finished")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    argv = ["--env", "NumberLine", "--model", model_folder(), *SMALL]
+    _, rows = run(tmp_path, *argv, "--track", "true")
+    assert [step for step, _ in sent[:-1]] == [8, 16] and sent[-1] == "finished"
+    assert sent[0][1]["losses/policy_loss"] == rows[0]["losses/policy_loss"]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path, *argv, "--track", "true")
+    assert stop.value.code == 2
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_toy_learns(tmp_path, monkeypatch):
     """The README's promise in its smallest form: obeying one word, from chance to nearly always."""
@@ -1213,13 +1270,15 @@ def test_the_toy_learns(tmp_path, monkeypatch):
         ("--env NumberLine --gam 1", "unrecognized arguments"),
         ("--env NumberLine --track yes", "invalid choice"),
         ("--env NumberLine --kl_ref new", "invalid choice"),
+        ("--env NumberLine --adapter nowhere", "adapter_config.json"),
+        ("--env NumberLine --device abacus", "--device cpu"),
     ],
 )
 def test_wrong_invocations(argv, words, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        vldac.main([*argv.split(), "--device", "cpu"])
+        vldac.main(["--device", "cpu", *argv.split()])
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert stop.value.code == 2 and words in error and "error:" in error
 

@@ -42,6 +42,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import hashlib
+import importlib.util
 import inspect
 import json
 import math
@@ -122,12 +123,11 @@ def parse_args(argv=None) -> Args:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    notes = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Args), re.M))  # the comments above
     for field in dataclasses.fields(Args):
-        kind, inner = (
-            field.type,
-            typing.get_args(field.type),
-        )  # a default of SUPPRESS: only what is given counts
-        options = {"default": argparse.SUPPRESS, "help": f"default {field.default}"}
+        kind, inner, note = field.type, typing.get_args(field.type), notes.get(field.name, "")
+        # Suppressed defaults: `given` below holds what was given and nothing else.
+        options = {"default": argparse.SUPPRESS, "help": f"{note} (default: {field.default})"}
         if typing.get_origin(kind) is Literal:
             options["choices"] = inner
         elif typing.get_origin(kind) is tuple:
@@ -339,7 +339,10 @@ class VLMPolicy(nn.Module):
         if args.gradient_checkpointing:
             self.base.gradient_checkpointing_enable()
 
-        sizes = [self.base.config.get_text_config().hidden_size, *args.value_hidden]
+        text_config = self.base.config.get_text_config()
+        if getattr(text_config, "final_logit_softcapping", None):
+            raise ValueError("it caps its logits, which `forward` does not")
+        sizes = [text_config.hidden_size, *args.value_hidden]
         layers = [
             layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())
         ]
@@ -860,12 +863,16 @@ def check_args(args: Args):
         raise UserError(
             f"--minibatch_size {args.minibatch_size} does not divide num_envs * num_steps = {steps}"
         )
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"--device {args.device}: this PyTorch sees no CUDA device; use --device cpu --model tiny"
-        )
+            f"--device {args.device}: {str(error).splitlines()[0]}; --device cpu always works"
+        ) from None
     if args.adapter and not os.path.exists(os.path.join(args.adapter, "adapter_config.json")):
         raise UserError(f"--adapter {args.adapter} is not a folder with an adapter_config.json")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        raise UserError("--track true needs Weights & Biases: pip install wandb && wandb login")
 
 
 PROCESSOR_FILES = ["*processor_config.json", "chat_template*", "tokenizer*", "special_tokens_map.json"]
@@ -922,7 +929,7 @@ def load_policy(args: Args) -> VLMPolicy:
     """The policy of `args.model`; UserError if it cannot be had."""
     try:
         return VLMPolicy(args)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         advice = "try --model tiny, which needs no download, or Qwen/Qwen2-VL-2B-Instruct"
         raise UserError(f"--model {args.model} cannot be loaded: {reason} ({advice})") from None
