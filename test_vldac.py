@@ -1172,6 +1172,10 @@ def test_the_success_rate_waits_until_failures_can_have_finished(tmp_path, model
     assert rates[:2] == [None, None] and rates[3] is not None
 
 
+def without_times(rows):
+    return [{k: v for k, v in row.items() if "time/" not in k and "per_second" not in k} for row in rows]
+
+
 def test_equal_seeds_equal_logs(tmp_path, model_folder):
     logs = []
     for name in "ab":
@@ -1216,10 +1220,7 @@ def test_a_cached_toy_gives_the_same_log(tmp_path, monkeypatch, capsys):
     argv = "--env NumberLine --model tiny --total_timesteps 64 --num_envs 4 --num_steps 16 --minibatch_size 32".split()
     logs = [run(tmp_path, *argv, "--eval_episodes", "2", name=name)[1] for name in ("cold", "warm")]
     assert capsys.readouterr().out.count("toy: on held-out frames") == 1
-    same = [
-        [{k: v for k, v in row.items() if "time/" not in k and "per_second" not in k} for row in log]
-        for log in logs
-    ]
+    same = [without_times(log) for log in logs]
     assert same[0] == same[1] and "eval/thought_agreement" in same[0][0]
     assert (
         json.loads((tmp_path / "cold" / "adapter" / "adapter_config.json").read_text())["r"] == Args.lora_rank

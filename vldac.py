@@ -343,10 +343,8 @@ class VLMPolicy(nn.Module):
         if getattr(text_config, "final_logit_softcapping", None):
             raise ValueError("it caps its logits, which `forward` does not")
         sizes = [text_config.hidden_size, *args.value_hidden]
-        layers = [
-            layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())
-        ]
-        self.value_head = nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
+        layers = [(nn.Linear(a, b), nn.ReLU()) for a, b in zip(sizes, sizes[1:], strict=False)]
+        self.value_head = nn.Sequential(*sum(layers, ()), nn.Linear(sizes[-1], 1))  # fp32
         self.to(args.device)
         device = torch.device(args.device).type
         self.autocast = torch.autocast(device, torch.bfloat16, enabled=args.dtype == "bfloat16")
@@ -377,9 +375,8 @@ class VLMPolicy(nn.Module):
         template = self.processor.apply_chat_template
         texts = [template(messages, tokenize=False, add_generation_prompt=True) for messages, _ in prompts]
         images = [[Image.fromarray(frame) for frame in frames] for _, frames in prompts]
-        return self.processor(text=texts, images=images, padding=True, return_tensors="pt").to(
-            self.args.device
-        )
+        batch = self.processor(text=texts, images=images, padding=True, return_tensors="pt")
+        return batch.to(self.args.device)
 
     @torch.no_grad()
     def sample(self, batch) -> list[list[int]]:
@@ -423,9 +420,8 @@ class VLMPolicy(nn.Module):
                 use_cache=False,
                 **inputs,
             ).last_hidden_state[:, P - 1 :]  # (B, 1 + R, H): the last prompt token, then the response
-            logits = self.base.get_output_embeddings()(
-                hidden[:, :-1]
-            )  # (B, R, V), each from the token before
+            head = self.base.get_output_embeddings()
+            logits = head(hidden[:, :-1])  # (B, R, V), each from the token before
         logits = logits.float() / self.args.temperature  # deviation 3
         logits[..., self.banned_ids] = -torch.inf
         logprobs = logits.gather(2, tokens[..., None])[..., 0] - logits.logsumexp(2)  # (B, R)
