@@ -1217,7 +1217,7 @@ def test_a_cached_toy_gives_the_same_log(tmp_path, monkeypatch, capsys):
     """Cold, it is taught first; warm, it comes from the cache; what follows is the same."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(vldac.warm_start, "__defaults__", (3, 8, 1))
-    argv = "--env NumberLine --model tiny --total_timesteps 64 --num_envs 4 --num_steps 16 --minibatch_size 32".split()
+    argv = "--env NumberLine --model tiny --total_timesteps 64 --num_envs 4 --minibatch_size 64".split()
     logs = [run(tmp_path, *argv, "--eval_episodes", "2", name=name)[1] for name in ("cold", "warm")]
     assert capsys.readouterr().out.count("toy: on held-out frames") == 1
     same = [without_times(log) for log in logs]

@@ -453,12 +453,8 @@ class Agent:
 
     def __init__(self, args: Args, helpers=False):
         self.args = args
-        self.env = envs.make_env(
-            args.env,
-            max_episode_steps=args.max_episode_steps,
-            invalid_reward=args.invalid_reward,
-            helpers=helpers,
-        )
+        limits = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
+        self.env = envs.make_env(args.env, helpers=helpers, **limits)
 
     def reset(self, seed):
         observation, self.info = self.env.reset(seed=seed)
@@ -534,9 +530,8 @@ def update(policy, optimizer, rollout: Rollout, args: Args, value_only: bool) ->
             optimizer.zero_grad()
             for index in minibatch.split(args.micro_batch_size):
                 R = int(rollout.mask[index].sum(1).max())  # without columns that are all padding
-                tokens, mask, logprobs = (
-                    x[index, :R] for x in (rollout.tokens, rollout.mask, rollout.logprobs)
-                )
+                tokens, mask = rollout.tokens[index, :R], rollout.mask[index, :R]
+                logprobs = rollout.logprobs[index, :R]
                 batch = policy.encode([rollout.prompts[i] for i in index])
                 newlogprobs, values, entropy = policy(batch, tokens, mask)
 
@@ -566,11 +561,10 @@ def update(policy, optimizer, rollout: Rollout, args: Args, value_only: bool) ->
                     }
                 for name, x in stats.items():
                     sums[name] = sums.get(name, 0.0) + x.item() * len(index) / steps
-            for name, group in zip(
-                ("grad_norm_lora", "grad_norm_value"), optimizer.param_groups, strict=True
-            ):
-                norm = nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)  # deviation 8
-                sums[name] = sums.get(name, 0.0) + norm.item() * len(minibatch) / steps
+            for group in optimizer.param_groups:  # deviation 8
+                norm = nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).item()
+                name = "grad_norm_" + group["name"]
+                sums[name] = sums.get(name, 0.0) + norm * len(minibatch) / steps
             optimizer.step()
     return {name: x / args.update_epochs for name, x in sums.items()} | {"ratio_first": ratio_first}
 
@@ -589,7 +583,8 @@ def cosine(update, num_updates, start, end) -> float:
 
 def make_optimizer(policy, args: Args):
     lora = [p for p in policy.vlm.parameters() if p.requires_grad]
-    groups = [{"params": lora}, {"params": list(policy.value_head.parameters())}]
+    head = list(policy.value_head.parameters())
+    groups = [{"name": "lora", "params": lora}, {"name": "value", "params": head}]
     return torch.optim.Adam(groups, lr=args.learning_rate, eps=1e-7, fused=True)
 
 
@@ -636,17 +631,15 @@ def train(args: Args, folder: Path):
             some = torch.arange(0, T * N, 1 if args.kl_ref == "base" else 16)
             with policy.vlm.disable_adapter():
                 baselogprobs, _ = score(policy, [prompts[i] for i in some], tokens[some], mask[some])
-        advantages, returns = gae(
-            rewards.to(values), values.view(T, N), last_values, dones.to(values), args.gamma, args.gae_lambda
-        )
+        rewards, dones = rewards.to(values), dones.to(values)
+        advantages, returns = gae(rewards, values.view(T, N), last_values, dones, args.gamma, args.gae_lambda)
         normalised = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-        rollout = Rollout(
-            prompts, tokens, mask, logprobs, baselogprobs, normalised.flatten(), returns.flatten()
-        )
+        normalised, returns = normalised.flatten(), returns.flatten()
+        rollout = Rollout(prompts, tokens, mask, logprobs, baselogprobs, normalised, returns)
         with timer("update"):
             losses = update(policy, optimizer, rollout, args, value_only=u < args.value_warmup)
         losses["kl_base"] = kl_base(logprobs[some], baselogprobs, mask[some]).item()
-        losses["explained_variance"] = explained_variance(values, rollout.returns)
+        losses["explained_variance"] = explained_variance(values, returns)
         losses["advantage_std"] = advantages.std().item()
 
         log.update(u, timer.seconds, losses, finished, responses, valid, samples)
