@@ -129,9 +129,7 @@ def load_miniworld():
             gym.make("MiniWorld-OneRoom-v0", disable_env_checker=True, window_width=80, window_height=60)
     except ModuleNotFoundError as error:
         raise UserError(f"MiniWorld is not installed ({error}): pip install -r requirements.txt") from None
-    except (
-        Exception
-    ) as error:  # ImportError, NoSuchDisplayException, NoSuchConfigException, ContextException, ...
+    except Exception as error:  # an ImportError or one of five of pyglet's own, all for want of OpenGL
         raise UserError(f"MiniWorld cannot render here ({type(error).__name__}: {error}): {OPENGL}") from None
 
     # Every world compiles its walls into OpenGL display list 1, and contexts share lists: a Hallway drawn
@@ -151,9 +149,8 @@ def load_miniworld():
         return method
 
     world = simulator.MiniWorldEnv
-    world._render_static, world._render_world = map(
-        with_own_list, (world._render_static, world._render_world)
-    )
+    world._render_static = with_own_list(world._render_static)
+    world._render_world = with_own_list(world._render_world)
 
 
 class MiniWorld(World):
@@ -353,13 +350,11 @@ def evaluate(formula) -> Fraction | None:
 @functools.cache
 def solutions(numbers, operators, target) -> list[list[str]]:
     """Formulas that use each number once and equal the target, shortest first ([] if there is none)."""
-    shapes = {
-        2: ["aob"],
-        4: ["aobocod", "(aob)ocod", "(aobocod", "(aob)o(cod)", "ao(boc)od", "ao(bocod)", "(aoboc)od"],
-    }
-    shapes[4] += ["((aob)oc)od", "(ao(boc))od", "ao((boc)od)", "ao(bo(cod))"]
+    shapes = ["aob"] if len(numbers) == 2 else ["aobocod", "(aob)ocod", "(aob)o(cod)", "ao(boc)od"]
+    if len(numbers) == 4:
+        shapes += ["ao(bocod)", "(aoboc)od", "((aob)oc)od", "(ao(boc))od", "ao((boc)od)", "ao(bo(cod))"]
     found = []
-    for shape in shapes[len(numbers)]:
+    for shape in shapes:
         for order in dict.fromkeys(itertools.permutations(numbers)):
             for signs in itertools.product(operators, repeat=len(numbers) - 1):
                 names, sign = dict(zip("abcd", map(str, order), strict=False)), iter(signs)
