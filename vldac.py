@@ -659,9 +659,8 @@ def main(argv=None):
         if args.model == "tiny":
             args.model = str(folder / "base")
             shutil.copytree(tiny(args), args.model)
-        resolved = json.dumps(dataclasses.asdict(args), indent=1)
-        (folder / "args.json").write_text(resolved)
-        print(resolved)
+        (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
+        print("options:", *(f"{key}={value}" for key, value in dataclasses.asdict(args).items()), flush=True)
         train(args, folder)
     except UserError as error:
         print(f"vldac.py: error: {error}", file=sys.stderr)
@@ -1034,7 +1033,7 @@ class Log:
 
     def update(self, u, seconds, losses, finished, responses, valid, samples):
         """The row of update u: charts, losses, times, finished episodes, and the first two samples."""
-        args, now = self.args, time.perf_counter()
+        args, elapsed = self.args, time.perf_counter() - self.start
         self.recent.extend(finished)
         # Before every environment could have timed out once, only successes have finished: no rate yet.
         fair = (u + 1) * args.num_steps >= args.max_episode_steps and len(self.recent) > 0
@@ -1050,13 +1049,12 @@ class Log:
             "charts/cut_share": np.mean(cut),
             "charts/response_length": np.mean([len(r) for r in responses]),
             "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
-            "charts/env_steps_per_second": len(responses) / (now - self.start),
+            "charts/env_steps_per_second": len(responses) / elapsed,
         }
         row |= {f"losses/{name}": x for name, x in losses.items()} | {
             f"time/{k}": x for k, x in seconds.items()
         }
         self.write(row, finished, samples[:2])
-        self.start = now
 
     def write(self, row, finished=(), samples=()):
         """A row of numbers, finished episodes, and samples: (prompt, response, action, reward)."""
@@ -1075,6 +1073,7 @@ class Log:
             row |= {"episodes": finished, "samples": self.transcripts(row["update"], samples)}
             self.bar.update()
         print(json.dumps(row, allow_nan=False), file=self.file, flush=True)
+        self.start = time.perf_counter()  # of the next update
 
     def transcripts(self, update, samples):
         keys = ("prompt", "response", "action", "reward")
