@@ -473,6 +473,7 @@ class Agent:
         observation, reward, terminated, truncated, self.info = self.env.step(action or "")
         self.taken, self.total = self.taken + 1, self.total + reward
         self.observations.append(observation)
+        self.flagged = "success" in self.info  # else a positive return stands in, under a name of its own
         self.success = bool(self.info.get("success", self.total > 0))
         return reward, terminated or truncated
 
@@ -1015,10 +1016,15 @@ class Log:
              "losses/kl_base", "losses/explained_variance", "charts/env_steps_per_second")  # fmt: skip
 
     def __init__(self, args, folder, num_updates, policy, optimizer, agent):
-        self.args, self.folder, self.policy, self.optimizer = args, folder, policy, optimizer
+        self.args, self.folder, self.policy, self.optimizer, self.agent = (
+            args,
+            folder,
+            policy,
+            optimizer,
+            agent,
+        )
         self.file, self.wandb = open(folder / "log.jsonl", "a", encoding="utf-8"), None
         self.recent = deque(maxlen=100)  # finished episodes: [seed, success, return, length]
-        self.rate = "charts/success_rate" if "success" in agent.info else "charts/positive_return"
         self.start = time.perf_counter()
         ids = policy.encode([agent.prompt()])["input_ids"]
         frame = torch.isin(ids, torch.tensor(policy.banned_ids, device=ids.device)).sum()
@@ -1042,7 +1048,7 @@ class Log:
         row = {
             "update": u + 1,
             "global_step": (u + 1) * args.num_envs * args.num_steps,
-            self.rate: success,
+            f"charts/{'success_rate' if self.agent.flagged else 'positive_return'}": success,
             "charts/episodic_return": returned,
             "charts/episodic_length": length,
             "charts/invalid_action_rate": 1 - np.mean(valid),
