@@ -1058,8 +1058,8 @@ def test_blackjack_rules():
     ]:
         env.reset(seed=1)
         env.player, env.dealer = player, dealer
-        *_, terminated, _, info = env.step("stand")
-        assert terminated and info["success"] == (reward == 1)
+        _, paid, terminated, _, info = env.step("stand")
+        assert (paid, terminated, info["success"]) == (reward, True, reward == 1)
     env.reset(seed=2)
     env.player = [ten, ten]
     env._card = lambda: five
@@ -1068,10 +1068,6 @@ def test_blackjack_rules():
     env.player, env.dealer = [ten, five], [ten, five]
     env._card = lambda: ten  # the dealer must draw below 17, and busts
     assert env.step("stand")[1:3] == (1.0, True)
-    assert (
-        "hidden" not in env.caption()
-        and str(env.dealer[1][1]) not in env.caption().split("player")[0].split()[-1:]
-    )
     wins = np.mean(
         [play(envs.make_env("Blackjack"), s, lambda info: info["hint"])[-1][5]["success"] for s in range(400)]
     )
