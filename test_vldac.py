@@ -1283,7 +1283,7 @@ def test_wrong_invocations(argv, words, capsys, tmp_path, monkeypatch):
 def test_precedence_is_command_line_toy_world_default():
     args = vldac.parse_args("--env NumberLine --model tiny --gamma 0.5 --device cpu".split())
     assert args.gamma == 0.5  # given, though the world says 1
-    assert args.num_envs == vldac.TOY["num_envs"]
+    assert args.learning_rate == vldac.TOY["learning_rate"] != Args.learning_rate
     assert args.gae_lambda == 1.0 and args.max_episode_steps == 10  # the world's
     assert args.clip_coef == Args.clip_coef
     args = vldac.parse_args(f"--env NumberLine --model tiny --gamma {Args.gamma} --device cpu".split())

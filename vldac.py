@@ -672,10 +672,8 @@ def main(argv=None):
 
 TOY = {
     "num_images": 1,
-    "num_envs": 32,
-    "num_steps": 16,
-    "minibatch_size": 128,
     "micro_batch_size": 64,
+    "value_warmup": 4,  # 128 steps: the critic has met the time limit before the policy moves
     "max_new_tokens": 40,
     "max_image_tokens": 16,
     "learning_rate": 1e-3,
