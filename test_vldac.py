@@ -1213,7 +1213,7 @@ def test_a_cached_toy_gives_the_same_log(tmp_path, monkeypatch, capsys):
     """Cold, it is taught first; warm, it comes from the cache; what follows is the same."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(vldac.warm_start, "__defaults__", (3, 8, 1))
-    argv = "--env NumberLine --model tiny --total_timesteps 64 --num_envs 4 --minibatch_size 64".split()
+    argv = "--env NumberLine --model tiny --total_timesteps 64 --num_envs 2 --minibatch_size 64".split()
     logs = [run(tmp_path, *argv, "--eval_episodes", "2", name=name)[1] for name in ("cold", "warm")]
     assert capsys.readouterr().out.count("toy: on held-out frames") == 1
     same = [without_times(log) for log in logs]
@@ -1248,7 +1248,8 @@ def test_the_toy_learns(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(vldac.warm_start, "__defaults__", (150, 32, 1))
     argv = "--env test_vldac:Signal --model tiny --total_timesteps 4096 --num_envs 64 --num_steps 4".split()
-    _, rows = run(tmp_path, *argv, "--max_episode_steps", "4", "--eval_episodes", "0")
+    argv += "--minibatch_size 64 --value_warmup 1 --max_episode_steps 4 --eval_episodes 0".split()
+    _, rows = run(tmp_path, *argv)
     rates = [row["charts/success_rate"] for row in rows]
     assert rates[0] < 0.7 and rates[-1] > 0.9
     assert rows[-1]["charts/invalid_action_rate"] < 0.05
