@@ -707,7 +707,7 @@ def imitation_examples(args, count, seed):
 
 
 def toy_model(args, texts):
-    """A Qwen2-VL of about a million parameters and a processor whose tokenizer is trained on `texts`."""
+    """A Qwen2-VL of half a million parameters and a processor whose tokenizer is trained on `texts`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -930,12 +930,10 @@ def announce(args: Args) -> str:
         )
     words = f"{args.model} on {args.device} in {args.dtype}"
     if size := re.search(r"(\d+(?:\.\d+)?)B\b", args.model):
-        weights = 2.2 * float(size[1])  # GB, bfloat16
-        memory = weights * (2 if args.dtype == "float32" else 1)
-        words += (
-            f": downloads about {weights:.0f} GB unless cached; its weights need about {memory:.0f} GB of "
-        )
-        words += "memory, activations as much again at the default micro_batch_size"
+        weights, steps = 2.2 * float(size[1]), args.micro_batch_size  # GB in bfloat16; README, Memory
+        memory = weights + steps * float(size[1]) * (0.04 if args.gradient_checkpointing else 0.43)
+        memory *= 2 if args.dtype == "float32" else 1
+        words += f": downloads about {weights:.0f} GB unless cached, needs about {memory:.0f} GB of memory"
     return words
 
 
