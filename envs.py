@@ -22,6 +22,7 @@ import importlib
 import io
 import itertools
 import math
+import numbers
 import os
 import sys
 from fractions import Fraction
@@ -558,6 +559,53 @@ def make_env(
     raise UserError(f"no world is called {name!r}; {guess}There are {known}, or package.module:callable")
 
 
+def check(method: str, result):
+    """What a world's `reset` or `step` returned, if it keeps the contract; else UserError says what is wrong.
+
+    >>> check("reset", "hello")
+    Traceback (most recent call last):
+    envs.UserError: reset must return a tuple (observation, info)
+    """
+    form = {"reset": "(observation, info)", "step": "(observation, reward, terminated, truncated, info)"}[
+        method
+    ]
+
+    def rules():  # in order: each may rely on those before it
+        yield isinstance(result, tuple) and len(result) == form.count(",") + 1, f"return a tuple {form}"
+        observation, info, ended = result[0], result[-1], False
+        keys = isinstance(observation, dict) and {"image", "text"} <= observation.keys()
+        yield keys, 'give the observation as a dict {"image": ..., "text": ...}'
+        image = observation["image"]
+        shape = f"{getattr(image, 'dtype', type(image).__name__)} {getattr(image, 'shape', '')}"
+        frame = isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3
+        yield frame and image.shape[2] == 3 and image.size > 0, f"give a uint8 frame (H, W, 3), not {shape}"
+        yield isinstance(observation["text"], str), f"give text as a str, not {observation['text']!r}"
+        yield isinstance(info, dict), f"give info as a dict, not {info!r}"
+        if method == "step":
+            _, reward, *ends, _ = result
+            yield (
+                isinstance(reward, numbers.Real) and math.isfinite(reward),
+                f"pay a finite number, not {reward!r}",
+            )
+            yield (
+                all(isinstance(x, (bool, np.bool_)) for x in ends),
+                f"say True or False for its ends, not {ends}",
+            )
+            ended = any(ends)
+        else:
+            yield isinstance(info.get("task"), str), 'say what to achieve in info["task"], a str'
+        actions = info.get("actions")
+        listed = isinstance(actions, (list, tuple)) and all(isinstance(a, str) and a for a in actions)
+        yield ended or (listed and len(actions) > 0), f'list the actions in info["actions"], not {actions!r}'
+        success = info.get("success", False)
+        yield isinstance(success, (bool, np.bool_)), f'give info["success"] as True or False, not {success!r}'
+
+    for holds, words in rules():
+        if not holds:
+            raise UserError(f"{method} must {words}")
+    return result
+
+
 def own_env(name, max_episode_steps):
     """A user's own world, `package.module:callable`, looked for in the current folder too."""
     module, _, attribute = name.partition(":")
@@ -565,6 +613,12 @@ def own_env(name, max_episode_steps):
         sys.path.append(os.getcwd())
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"--env {name}: {error} (looked in Python's path and the current folder)") from None
-    return gym.wrappers.TimeLimit(function(), max_episode_steps)
+        env = function()
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's module and callable raise
+        words = f"{type(error).__name__}: {error} (looked in Python's path and the current folder)"
+        raise UserError(f"--env {name}: {words}") from error
+    if not isinstance(env, gym.Env):
+        raise UserError(f"--env {name}: it must return a gymnasium.Env, not {type(env).__name__}")
+    return gym.wrappers.TimeLimit(env, max_episode_steps)

@@ -40,6 +40,7 @@ Deviations from the paper and its released code (reasons in the README):
 import argparse
 import contextlib
 import dataclasses
+import faulthandler
 import fnmatch
 import hashlib
 import importlib.util
@@ -50,26 +51,35 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
+import threading
 import time
+import traceback
 import types
 import typing
 from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
 import envs
 from envs import UserError
+
+RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
 
 
 @dataclass
@@ -113,42 +123,13 @@ class Args:
     gradient_checkpointing: bool = False  # slower, for most of the activation memory
     # bookkeeping
     eval_episodes: int = 0  # episodes on fixed seeds before the first and after the last update
+    eval_every: int = 0  # updates between further evaluations (0: none); the best adapter is kept in best/
+    save_every: int = 5  # updates between checkpoints
+    resume: str | None = None  # the folder of a run to continue from its newest checkpoint
+    env_timeout: float = 600.0  # seconds one step of an environment may take; 0: no limit
     run_name: str | None = None
     runs_dir: str = "runs"
     track: bool = False  # send the numbers to Weights & Biases too
-
-
-def parse_args(argv=None) -> Args:
-    """Command line > the toy's options > the world's options > Args."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    notes = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Args), re.M))  # the comments above
-    for field in dataclasses.fields(Args):
-        kind, inner, note = field.type, typing.get_args(field.type), notes.get(field.name, "")
-        # Suppressed defaults: `given` below holds what was given and nothing else.
-        options = {"default": argparse.SUPPRESS, "help": f"{note} (default: {field.default})"}
-        if typing.get_origin(kind) is Literal:
-            options["choices"] = inner
-        elif typing.get_origin(kind) is tuple:
-            options |= {"type": inner[0], "nargs": "+"}
-        elif kind is bool:
-            options |= {"type": lambda text: {"true": True, "false": False}.get(text, text)}
-            options |= {"choices": (True, False), "metavar": "true|false"}
-        else:
-            options["type"] = inner[0] if inner else kind  # str | None is a str
-        parser.add_argument(f"--{field.name}", **options)
-    given = vars(parser.parse_args(argv))
-    device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
-    cuda = device.startswith("cuda")
-    model = given.get("model") or ("Qwen/Qwen2-VL-7B-Instruct" if cuda else "tiny")
-    chosen = envs.OPTIONS.get(given.get("env", Args.env), {}) | (TOY if model == "tiny" else {}) | given
-    args = Args(**chosen | {"device": device, "model": model})
-    args.value_hidden = tuple(args.value_hidden)
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if cuda else "float32"
-    check_args(args)
-    return args
 
 
 # ------------------------------------------------------------------------------ the prompt and the parser
@@ -356,6 +337,8 @@ class VLMPolicy(nn.Module):
         # Image and video placeholders would break the next forward pass if they were sampled.
         names = ("image_token_id", "image_token_index", "video_token_id")
         self.banned_ids = sorted({getattr(self.base.config, name, None) for name in names} - {None})
+        special = [t for t in self.processor.tokenizer.added_tokens_decoder.values() if t.special]
+        self.marks = re.compile("|".join(re.escape(token.content) for token in special))
         pad = self.processor.tokenizer.pad_token_id
         # Replaced as a whole: the hub's configuration says top_k 1, and fills whatever is left unset.
         self.base.generation_config = GenerationConfig(
@@ -373,7 +356,8 @@ class VLMPolicy(nn.Module):
     def encode(self, prompts):
         """[(messages, frames)] of B steps -> a left-padded batch: ids and mask (B, P), pixels."""
         template = self.processor.apply_chat_template
-        texts = [template(messages, tokenize=False, add_generation_prompt=True) for messages, _ in prompts]
+        chats = [without(self.marks, messages) for messages, _ in prompts]
+        texts = [template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
         images = [[Image.fromarray(frame) for frame in frames] for _, frames in prompts]
         batch = self.processor(text=texts, images=images, padding=True, return_tensors="pt")
         return batch.to(self.args.device)
@@ -432,13 +416,6 @@ class VLMPolicy(nn.Module):
             entropy = logits.logsumexp(2) - (probs * logits.masked_fill(probs == 0, 0)).sum(2)
         return logprobs.masked_fill(mask == 0, 0), values, entropy
 
-    def save(self, folder: Path):
-        """The adapter in PEFT's format, the base's processor files beside it, copied verbatim."""
-        self.vlm.save_pretrained(folder)
-        for file in model_folder(self.args.model).iterdir():
-            if any(fnmatch.fnmatch(file.name, pattern) for pattern in PROCESSOR_FILES):
-                (shutil.copytree if file.is_dir() else shutil.copyfile)(file, folder / file.name)
-
 
 # -------------------------------------------------------------------------------------------- the rollout
 
@@ -451,27 +428,37 @@ def episode_seed(seed, env, episode) -> int:
 class Agent:
     """One environment and what its prompt needs: the last k observations and the number of actions taken."""
 
-    def __init__(self, args: Args, helpers=False):
-        self.args = args
+    def __init__(self, args: Args, index=0, helpers=False):
+        self.args, self.index, self.episode = args, index, 0
         limits = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
         self.env = envs.make_env(args.env, helpers=helpers, **limits)
 
     def reset(self, seed):
-        observation, self.info = self.env.reset(seed=seed)
-        self.seed, self.task, self.taken, self.total = seed, self.info["task"], 0, 0.0
+        self.seed, self.actions, self.total = seed, [], 0.0  # the episode, if it must be played again
+        with watched(self):
+            observation, self.info = envs.check("reset", self.env.reset(seed=seed))
+        self.task = self.info["task"]
         self.observations = deque([observation], maxlen=self.args.num_images)  # deviation 7
+
+    def next_episode(self):
+        self.reset(episode_seed(self.args.seed, self.index, self.episode))
+        self.episode += 1
 
     def prompt(self):
         """(messages, frames) for VLMPolicy.encode."""
-        left = self.info.get("left", self.args.max_episode_steps - self.taken)
+        taken = len(self.actions)
+        left = self.info.get("left", self.args.max_episode_steps - taken)
         seen = list(self.observations)
-        messages = build_prompt(seen, self.info["actions"], self.task, self.taken, left)
+        messages = build_prompt(seen, self.info["actions"], self.task, taken, left)
         return messages, [observation["image"] for observation in seen]
 
     def step(self, action: str | None):
         """Play a parsed action, "" if there was none (deviation 5). Returns reward, done (deviation 6)."""
-        observation, reward, terminated, truncated, self.info = self.env.step(action or "")
-        self.taken, self.total = self.taken + 1, self.total + reward
+        self.actions.append(action or "")
+        with watched(self):
+            result = envs.check("step", self.env.step(self.actions[-1]))
+        observation, reward, terminated, truncated, self.info = result
+        self.total += reward
         self.observations.append(observation)
         self.flagged = "success" in self.info  # else a positive return stands in, under a name of its own
         self.success = bool(self.info.get("success", self.total > 0))
@@ -480,6 +467,8 @@ class Agent:
 
 def act(policy, agents, timer):
     """One step of every agent. Returns prompts, responses, texts, actions, rewards, dones: a list each."""
+    if interrupts:
+        raise Interrupted
     prompts = [agent.prompt() for agent in agents]
     with timer("encode"):
         batch = policy.encode(prompts)
@@ -491,6 +480,24 @@ def act(policy, agents, timer):
         results = [agent.step(action) for agent, action in zip(agents, actions, strict=True)]
     rewards, dones = map(list, zip(*results, strict=True))
     return prompts, responses, texts, actions, rewards, dones
+
+
+def collect(policy, agents, args: Args, timer):
+    """T steps of N agents. Returns prompts and responses, lists of T * N; rewards, dones (T, N); a record."""
+    T, N = args.num_steps, len(agents)
+    prompts, responses, record = [], [], {"valid": [], "finished": [], "samples": []}
+    rewards, dones = torch.zeros(T, N), torch.zeros(T, N)
+    for t in range(T):
+        prompts_t, responses_t, texts, actions, rewards_t, dones_t = act(policy, agents, timer)
+        prompts, responses = prompts + prompts_t, responses + responses_t
+        rewards[t], dones[t] = torch.tensor(rewards_t), torch.tensor(dones_t)
+        record["valid"] += [action is not None for action in actions]
+        record["samples"].append((prompts_t[0], texts[0], actions[0], rewards_t[0]))
+        for agent, done in zip(agents, dones_t, strict=True):
+            if done:
+                record["finished"].append([agent.seed, agent.success, agent.total, len(agent.actions)])
+                agent.next_episode()
+    return prompts, responses, rewards, dones, record | {"responses": responses}
 
 
 @torch.no_grad()
@@ -522,12 +529,39 @@ class Rollout:
     returns: torch.Tensor  # (B,)
 
 
+def assess(policy, prompts, responses, rewards, dones, last_prompts, args: Args):
+    """A Rollout from what `collect` returned and the N prompts that follow it; and statistics for the log."""
+    # Old log-probabilities and values, by the same forward pass as in the update.
+    tokens, mask = policy.pad(responses)  # (B, R), B = T * N
+    logprobs, values = score(policy, prompts, tokens, mask)
+    _, last_values = score(policy, last_prompts, *policy.pad([[]] * len(last_prompts)))
+    # The base scores what its KL needs: all steps, or for the log alone one in sixteen.
+    some = torch.arange(0, len(prompts), 1 if args.kl_ref == "base" else 16)
+    with policy.vlm.disable_adapter():
+        baselogprobs, _ = score(policy, [prompts[i] for i in some], tokens[some], mask[some])
+
+    rewards, dones = rewards.to(values), dones.to(values)
+    advantages, returns = gae(
+        rewards, values.view_as(rewards), last_values, dones, args.gamma, args.gae_lambda
+    )
+    advantages, returns = advantages.flatten(), returns.flatten()
+    everyone = torch.cat(gather(advantages.cpu()))  # of all processes of torchrun
+    normalised = (advantages - everyone.mean().item()) / (everyone.std().item() + 1e-8)
+    predicted, turned_out = map(torch.cat, zip(*gather((values.cpu(), returns.cpu())), strict=True))
+    stats = {
+        "kl_base": kl_base(logprobs[some], baselogprobs, mask[some]).item(),
+        "explained_variance": explained_variance(predicted, turned_out),
+        "advantage_std": everyone.std().item(),
+    }
+    return Rollout(prompts, tokens, mask, logprobs, baselogprobs, normalised, returns), stats
+
+
 def update(policy, optimizer, rollout: Rollout, args: Args, value_only: bool) -> dict[str, float]:
     """`update_epochs` passes over a rollout (Eq. 6). Returns the means of the losses and of their health."""
     policy.train()  # for gradient checkpointing; there is no dropout
     steps, sums, ratio_first = len(rollout.prompts), {}, 0.0
     for epoch in range(args.update_epochs):
-        for k, minibatch in enumerate(torch.randperm(steps).split(args.minibatch_size)):
+        for k, minibatch in enumerate(torch.randperm(steps).split(args.minibatch_size // PROCESSES)):
             optimizer.zero_grad()
             for index in minibatch.split(args.micro_batch_size):
                 R = int(rollout.mask[index].sum(1).max())  # without columns that are all padding
@@ -562,10 +596,13 @@ def update(policy, optimizer, rollout: Rollout, args: Args, value_only: bool) ->
                     }
                 for name, x in stats.items():
                     sums[name] = sums.get(name, 0.0) + x.item() * len(index) / steps
+            average_gradients(optimizer)  # over the processes of torchrun
             for group in optimizer.param_groups:  # deviation 8
                 norm = nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).item()
                 name = "grad_norm_" + group["name"]
                 sums[name] = sums.get(name, 0.0) + norm * len(minibatch) / steps
+            if not math.isfinite(sum(sums.values())):
+                raise Fault(not_finite(sums))
             optimizer.step()
     return {name: x / args.update_epochs for name, x in sums.items()} | {"ratio_first": ratio_first}
 
@@ -590,82 +627,74 @@ def make_optimizer(policy, args: Args):
 
 
 def train(args: Args, folder: Path):
-    """All of VL-DAC. Writes log.jsonl, frames/ and adapter/ into the run folder."""
-    random.seed(args.seed), np.random.seed(args.seed), torch.manual_seed(args.seed)
-    policy = load_policy(args)
+    """All of VL-DAC. Writes log.jsonl, frames/, checkpoints/, best/ and adapter/ into the run folder."""
+    checkpoint = newest_checkpoint(folder)  # None unless the run is resumed
+    seed_all(args.seed)
+    policy = load_policy(dataclasses.replace(args, adapter=str(checkpoint)) if checkpoint else args)
     optimizer = make_optimizer(policy, args)
-    N, T = args.num_envs, args.num_steps
-    num_updates = args.total_timesteps // (N * T)
-    agents, episodes = [Agent(args) for _ in range(N)], [0] * N
-    for i, agent in enumerate(agents):
-        agent.reset(episode_seed(args.seed, i, 0))
-    log = Log(args, folder, num_updates, policy, optimizer, agents[0])
-    if args.eval_episodes:
-        log.write({"update": 0, "global_step": 0} | evaluate(policy, args))
+    num_updates = args.total_timesteps // (args.num_envs * args.num_steps)
+    N = args.num_envs // PROCESSES  # environments of this process
+    agents = [Agent(args, index) for index in range(RANK * N, (RANK + 1) * N)]
+    judges = [Agent(args, helpers=True) for _ in range(min(N, args.eval_episodes))]
+    if checkpoint:
+        state = load_checkpoint(checkpoint, policy, optimizer, agents)
+    else:
+        state = {"update": 0, "best": -math.inf, "log": None}
+        for agent in agents:
+            agent.next_episode()
+    best, log = state["best"], Log(args, folder, state, num_updates, policy, optimizer, agents[0])
 
-    for u in range(num_updates):
+    def alone(part, *inputs):
+        """part(*inputs), the work of one process. If it is stopped in any, all save the update's start."""
+        try:
+            result, failure = part(*inputs), None
+        except (Interrupted, WorldError, torch.OutOfMemoryError) as error:
+            result, failure = None, error
+        if any(gather(failure is not None)):
+            save_checkpoint(folder, policy, optimizer, state)
+            raise failure or Interrupted
+        return result
+
+    for u in range(state["update"], num_updates + 1):
+        agents_now = [(agent.episode, agent.seed, list(agent.actions)) for agent in agents]
+        state = {"update": u, "best": best, "log": log.state(), "agents": agents_now}
+        if u % args.save_every == 0 or u == num_updates:
+            save_checkpoint(folder, policy, optimizer, state)
+        if args.eval_episodes and (u in (0, num_updates) or args.eval_every and u % args.eval_every == 0):
+            scores = summary(gather(alone(evaluate, policy, judges, args)))
+            log.write({"update": u, "global_step": u * args.num_envs * args.num_steps} | scores)
+            if (rate := next(iter(scores.values()))) > best:
+                best = rate
+                save_adapter(policy, folder / "best")
+        if u == num_updates:
+            break
+
         timer = Timer()
         for group in optimizer.param_groups:
             group["lr"] = cosine(u, num_updates, args.learning_rate, args.final_learning_rate)
-
-        # Rollout: T steps of N environments.
-        prompts, responses, valid, samples, finished = [], [], [], [], []
-        rewards, dones = torch.zeros(T, N), torch.zeros(T, N)
-        for t in range(T):
-            prompts_t, responses_t, texts, actions, rewards_t, dones_t = act(policy, agents, timer)
-            prompts, responses = prompts + prompts_t, responses + responses_t
-            valid += [action is not None for action in actions]
-            rewards[t], dones[t] = torch.tensor(rewards_t), torch.tensor(dones_t)
-            samples.append((prompts_t[0], texts[0], actions[0], rewards_t[0]))
-            for i, agent in enumerate(agents):
-                if dones_t[i]:
-                    finished.append([agent.seed, agent.success, agent.total, agent.taken])
-                    episodes[i] += 1
-                    agent.reset(episode_seed(args.seed, i, episodes[i]))
-
-        # Old log-probabilities and values, by the same forward pass as in the update; then advantages.
+        seed_all(episode_seed(args.seed, RANK, u))  # so that a resumed run goes on as if nothing had been
+        *rollout, record = alone(collect, policy, agents, args, timer)
         with timer("score"):
-            tokens, mask = policy.pad(responses)  # (B, R), B = T * N
-            logprobs, values = score(policy, prompts, tokens, mask)
-            _, last_values = score(policy, [agent.prompt() for agent in agents], *policy.pad([[]] * N))
-            # The base scores what its KL needs: all steps, or for the log alone one in sixteen.
-            some = torch.arange(0, T * N, 1 if args.kl_ref == "base" else 16)
-            with policy.vlm.disable_adapter():
-                baselogprobs, _ = score(policy, [prompts[i] for i in some], tokens[some], mask[some])
-        rewards, dones = rewards.to(values), dones.to(values)
-        advantages, returns = gae(rewards, values.view(T, N), last_values, dones, args.gamma, args.gae_lambda)
-        normalised = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-        normalised, returns = normalised.flatten(), returns.flatten()
-        rollout = Rollout(prompts, tokens, mask, logprobs, baselogprobs, normalised, returns)
+            rollout, stats = assess(policy, *rollout, [agent.prompt() for agent in agents], args)
         with timer("update"):
             losses = update(policy, optimizer, rollout, args, value_only=u < args.value_warmup)
-        losses["kl_base"] = kl_base(logprobs[some], baselogprobs, mask[some]).item()
-        losses["explained_variance"] = explained_variance(values, returns)
-        losses["advantage_std"] = advantages.std().item()
+        log.update(u, timer.seconds, losses | stats, record)
 
-        log.update(u, timer.seconds, losses, finished, responses, valid, samples)
-
-    policy.save(folder / "adapter")
-    if args.eval_episodes:
-        log.write({"update": num_updates, "global_step": num_updates * N * T} | evaluate(policy, args))
+    save_adapter(policy, folder / "adapter")
     log.close()
 
 
 def main(argv=None):
+    args, folder = None, None
     try:
         args = parse_args(argv)
-        Agent(args).env.close()  # a world that cannot be made shows before a model is loaded
-        folder = run_folder(args)
-        print(f"{folder}: {announce(args)}", flush=True)
-        if args.model == "tiny":
-            args.model = str(folder / "base")
-            shutil.copytree(tiny(args), args.model)
-        (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
-        print("options:", *(f"{key}={value}" for key, value in dataclasses.asdict(args).items()), flush=True)
-        train(args, folder)
-    except UserError as error:
-        print(f"vldac.py: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        check_world(args)  # a world that does not work shows before a model is loaded
+        join_processes(args)
+        folder = open_run(args)
+        with catch_signals():
+            train(args, folder)
+    except (UserError, Fault, Interrupted, KeyboardInterrupt, torch.OutOfMemoryError) as error:
+        raise SystemExit(farewell(error, args, folder)) from None
 
 
 # ------------------------------------------------------------------------------------ Appendix A: the toy
@@ -829,20 +858,99 @@ def warm_start(args: Args, folder: Path, steps=600, batch_size=48, rounds=3):
 # ------------------------------------------------------------------------------------- Appendix: plumbing
 
 
+def parse_args(argv=None) -> Args:
+    """Command line > the toy's options > the world's options > Args."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    notes = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Args), re.M))  # the comments above
+    for field in dataclasses.fields(Args):
+        kind, inner, note = field.type, typing.get_args(field.type), notes.get(field.name, "")
+        # Suppressed defaults: `given` below holds what was given and nothing else.
+        options = {"default": argparse.SUPPRESS, "help": f"{note} (default: {field.default})"}
+        if typing.get_origin(kind) is Literal:
+            options["choices"] = inner
+        elif typing.get_origin(kind) is tuple:
+            options |= {"type": inner[0], "nargs": "+"}
+        elif kind is bool:
+            options |= {"type": lambda text: {"true": True, "false": False}.get(text, text)}
+            options |= {"choices": (True, False), "metavar": "true|false"}
+        else:
+            options["type"] = inner[0] if inner else kind  # str | None is a str
+        parser.add_argument(f"--{field.name}", **options)
+    given = vars(parser.parse_args(argv))
+    if folder := given.pop("resume", None):
+        return resumed_args(folder, given)
+    device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    cuda = device.startswith("cuda")
+    model = given.get("model") or ("Qwen/Qwen2-VL-7B-Instruct" if cuda else "tiny")
+    chosen = envs.OPTIONS.get(given.get("env", Args.env), {}) | (TOY if model == "tiny" else {}) | given
+    args = Args(**chosen | {"device": device, "model": model})
+    args.value_hidden = tuple(args.value_hidden)
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if cuda else "float32"
+    check_args(args)
+    return args
+
+
+def load_args(folder) -> Args:
+    """The options of a run, from its args.json; the model `tiny` is the run's own base folder."""
+    try:
+        saved = json.loads((Path(folder) / "args.json").read_text())
+        args = Args(**saved | {"value_hidden": tuple(saved["value_hidden"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{folder} is not the folder of a run: args.json: {error}") from None
+    if args.model == "tiny":
+        args.model = str(Path(folder) / "base")
+    return args
+
+
+# May change when a run is resumed: how it is computed, not what.
+HOW = {"device", "micro_batch_size", "gradient_checkpointing", "save_every", "env_timeout", "track"}
+
+
+def resumed_args(folder, given) -> Args:
+    """The options of the run in `folder`; UserError if the given ones describe another."""
+    args = load_args(folder)
+    given = given | ({"value_hidden": tuple(given["value_hidden"])} if "value_hidden" in given else {})
+    if given.get("model") == "tiny" and Path(args.model).parent == Path(folder):
+        del given["model"]
+    changed = {name: value for name, value in given.items() if value not in (getattr(args, name), "auto")}
+    if others := [f"--{n} was {getattr(args, n)}, not {x}" for n, x in changed.items() if n not in HOW]:
+        raise UserError(f"--resume {folder} is another run: " + ", ".join(others))
+    args = dataclasses.replace(args, **changed, resume=str(folder))
+    check_args(args)
+    return args
+
+
+BOUNDS = {
+    (1, 2**31): "total_timesteps num_steps minibatch_size micro_batch_size update_epochs max_episode_steps",
+    (1, 4096): "num_envs num_images lora_rank lora_alpha save_every",
+    (1, 65536): "max_new_tokens max_image_tokens",
+    (0, 2**30): "value_warmup eval_episodes eval_every env_timeout",  # from 2^30 on, seeds are for training
+    (0, 2**32 - 1): "seed",
+    (0, 1): "gamma gae_lambda final_learning_rate",
+    (1e-12, 1): "learning_rate",
+    (1e-12, 1e9): "clip_coef max_grad_norm",
+    (0.01, 100): "temperature",
+    (0, 1e6): "kl_coef vf_coef",
+    (-1e6, 1e6): "invalid_reward",
+}
+
+
 def check_args(args: Args):
     """UserError for values that cannot work, before anything is loaded."""
-    counts = ["total_timesteps", "num_envs", "num_steps", "minibatch_size", "micro_batch_size", "num_images"]
-    counts += ["update_epochs", "max_new_tokens", "max_episode_steps", "max_image_tokens"]
-    counts += ["lora_rank", "lora_alpha"]
-    positive = ("learning_rate", "temperature", "max_grad_norm", "clip_coef")
-    not_negative = ("kl_coef", "vf_coef", "value_warmup", "eval_episodes", "final_learning_rate", "seed")
-    rules = [(counts, lambda x: x >= 1, "at least 1"), (positive, lambda x: 0 < x < math.inf, "positive")]
-    rules += [(not_negative, lambda x: 0 <= x < math.inf, "at least 0")]
-    rules += [(("gamma", "gae_lambda"), lambda x: 0 <= x <= 1, "between 0 and 1")]
-    for names, holds, words in rules:
-        for name in names:
-            if not holds(getattr(args, name)):
-                raise UserError(f"--{name} must be {words}, not {getattr(args, name)}")
+    for (low, high), names in BOUNDS.items():
+        for name in names.split():
+            if not low <= getattr(args, name) <= high:  # NaN is nowhere between
+                raise UserError(f"--{name} must be between {low} and {high}, not {getattr(args, name)}")
+    if not all(1 <= size <= 65536 for size in args.value_hidden):
+        raise UserError(f"--value_hidden takes sizes between 1 and 65536, not {args.value_hidden}")
+    if args.run_name is not None and (Path(args.run_name).name != args.run_name or not args.run_name.strip()):
+        raise UserError(f"--run_name {args.run_name!r} must be a plain name; --runs_dir says where it goes")
+    for name in ("num_envs", "minibatch_size"):
+        if getattr(args, name) % PROCESSES:
+            raise UserError(f"--{name} {getattr(args, name)} cannot be divided among {PROCESSES} processes")
     steps = args.num_envs * args.num_steps
     if args.total_timesteps < steps:
         raise UserError(f"--total_timesteps must be at least one update, num_envs * num_steps = {steps}")
@@ -851,7 +959,9 @@ def check_args(args: Args):
             f"--minibatch_size {args.minibatch_size} does not divide num_envs * num_steps = {steps}"
         )
     try:
-        torch.empty(0, device=args.device)
+        torch.ones(1, device=args.device).item()
+        if args.device.startswith("cuda") and PROCESSES > 1:
+            torch.cuda.get_device_properties(int(os.environ["LOCAL_RANK"]))
     except (RuntimeError, AssertionError) as error:
         raise UserError(
             f"--device {args.device}: {str(error).splitlines()[0]}; --device cpu always works"
@@ -860,6 +970,152 @@ def check_args(args: Args):
         raise UserError(f"--adapter {args.adapter} is not a folder with an adapter_config.json")
     if args.track and importlib.util.find_spec("wandb") is None:
         raise UserError("--track true needs Weights & Biases: pip install wandb && wandb login")
+
+
+def check_world(args: Args):
+    """UserError if the environment cannot be made or breaks its contract in its first steps."""
+    agent = Agent(args)
+    try:
+        agent.reset(0)
+        for action in (None, agent.info["actions"][0]):  # None: an answer that does not parse
+            if agent.step(action)[1]:
+                agent.reset(0)
+    except WorldError as error:
+        raise UserError(str(error)) from None
+    agent.env.close()
+
+
+class Fault(Exception):
+    """What ends a run that was under way. The message says what to look at; exit status 1."""
+
+
+class WorldError(Fault):
+    """An environment raised, broke its contract or gave no answer. The message holds seed and actions."""
+
+
+class Interrupted(Exception):
+    """A signal asked for a stop, in this process or in another one."""
+
+
+interrupts: list[int] = []  # the signals that came
+
+
+@contextlib.contextmanager
+def catch_signals():
+    """Ctrl-C and SIGTERM are noted, and `act` raises Interrupted; a second one ends the process at once."""
+
+    def note(number, frame):
+        interrupts.append(number)
+        os.write(2, b"\nstopping; the state is saved first (a second signal leaves at once)\n")
+        for number in before:
+            signal.signal(number, signal.SIG_DFL)
+
+    interrupts.clear()
+    main_thread = threading.current_thread() is threading.main_thread()  # nowhere else are there signals
+    before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM) if main_thread}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def watched(agent):
+    """Around a call of an environment: WorldError if it raises or does not return within env_timeout."""
+    seconds = agent.args.env_timeout
+    main_thread = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+
+    def ring(*_):
+        raise TimeoutError(f"no answer within {seconds:g} seconds (--env_timeout)")
+
+    if seconds and main_thread:
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    if seconds:  # stuck in C code, no Python handler runs: the process ends and shows where it was
+        faulthandler.dump_traceback_later(seconds + 60, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    except Exception as error:
+        *_, (file, line, *_) = traceback.extract_tb(error.__traceback__)
+        what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        raise WorldError(
+            f"--env {agent.args.env}: {what} (at {file}:{line}; to see it again: "
+            f"env.reset(seed={agent.seed}) and env.step through {json.dumps(agent.actions)})"
+        ) from error
+    finally:
+        if seconds:
+            faulthandler.cancel_dump_traceback_later()
+        if seconds and main_thread:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def not_finite(sums) -> str:
+    """What to say when `sums`, the losses and gradient norms so far in an update, is not finite."""
+    named = ", ".join(f"{name} {x:g}" for name, x in sums.items() if not math.isfinite(x))
+    return (
+        f"not finite: {named}. No weight was touched by it. Look at losses/* in the last rows of the log "
+        "(advantage_std, kl_base, grad_norm_*) and at the rewards; then start from the last checkpoint with a "
+        "lower --learning_rate or --dtype float32: --adapter RUN/checkpoints/N"
+    )
+
+
+def farewell(error, args, folder) -> int:
+    """Say in a line why the program ends and how to go on. Returns the exit status."""
+    status, words = 1, f"stopped: {error}"
+    if isinstance(error, UserError):
+        status, words = 2, f"error: {error}"
+        if folder and not args.resume and not (folder / "log.jsonl").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # nothing was begun
+    elif isinstance(error, (Interrupted, KeyboardInterrupt)):
+        number = signal.Signals(interrupts[0] if interrupts else signal.SIGINT)
+        status, words = 128 + number, f"stopped by {number.name}"
+    elif isinstance(error, torch.OutOfMemoryError):
+        words = (
+            f"out of memory: {str(error).splitlines()[0]} What helps: a lower --micro_batch_size (now "
+            f"{args.micro_batch_size}) or --gradient_checkpointing true, also when resuming; in a new run "
+            "a lower --num_envs, --num_images or --max_new_tokens, or a smaller --model"
+        )
+    elif error.__cause__:  # what an environment raised
+        traceback.print_exception(error.__cause__)
+    if status != 2 and folder:
+        words += f". To go on: python vldac.py --resume {folder}"
+    print(f"vldac.py: {words}", file=sys.stderr)
+    return int(status)
+
+
+def seed_all(seed):
+    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+
+
+def join_processes(args: Args):
+    """Under torchrun: a process group whose members wait for each other as long as an update may take."""
+    if PROCESSES == 1:
+        return
+    if cuda := args.device.startswith("cuda"):
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(days=1))
+    if RANK:
+        sys.stdout = open(os.devnull, "w")  # one process speaks
+
+
+def gather(x) -> list:
+    """x of every process, by rank."""
+    shares = [x]
+    if PROCESSES > 1:
+        shares = [None] * PROCESSES
+        dist.all_gather_object(shares, x)
+    return shares
+
+
+def average_gradients(optimizer):
+    """The mean over processes, whose minibatches are equally large: the gradient of the whole minibatch."""
+    for group in optimizer.param_groups if PROCESSES > 1 else ():
+        for p in group["params"]:
+            if p.grad is not None:  # LoRA has none while the value head warms up
+                dist.all_reduce(p.grad)
+                p.grad /= PROCESSES
 
 
 PROCESSOR_FILES = ["*processor_config.json", "chat_template*", "tokenizer*", "special_tokens_map.json"]
@@ -912,14 +1168,33 @@ def model_folder(model: str) -> Path:
     return Path(huggingface_hub.snapshot_download(model, allow_patterns=PROCESSOR_FILES))
 
 
+def without(marks, messages) -> list[dict]:
+    """The same chat without `marks`, a pattern, in its texts: a world may show again what the model wrote.
+
+    >>> without(re.compile("<end>"), [{"role": "user", "content": [{"type": "text", "text": "a<end>b"}]}])
+    [{'role': 'user', 'content': [{'type': 'text', 'text': 'a b'}]}]
+    """
+
+    def clean(part):
+        text = part.get("text", "").encode(errors="replace").decode()  # no lone surrogates either
+        return part | ({"text": marks.sub(" ", text)} if text else {})
+
+    return [turn | {"content": [clean(part) for part in turn["content"]]} for turn in messages]
+
+
 def load_policy(args: Args) -> VLMPolicy:
     """The policy of `args.model`; UserError if it cannot be had."""
     try:
         return VLMPolicy(args)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        what = f"--model {args.model}" + (f" with --adapter {args.adapter}" if args.adapter else "")
         advice = "try --model tiny, which needs no download, or Qwen/Qwen2-VL-2B-Instruct"
-        raise UserError(f"--model {args.model} cannot be loaded: {reason} ({advice})") from None
+        if "gated" in reason:
+            advice = "accept its licence on its page, then: hf auth login"
+        raise UserError(f"{what} cannot be loaded: {reason[:300]} ({advice})") from None
 
 
 def announce(args: Args) -> str:
@@ -954,6 +1229,88 @@ def run_folder(args: Args) -> Path:
         folder = folder.with_name(f"{name}-{count}")
 
 
+def open_run(args: Args) -> Path:
+    """The run folder with args.json and the toy's model in it: a new one, or that of --resume."""
+    folder = None
+    if RANK == 0 and args.resume:
+        folder, checkpoint = Path(args.resume), newest_checkpoint(Path(args.resume))
+        print(
+            f"{folder}: {announce(args)}; continues after update {int(checkpoint.name) if checkpoint else 0}"
+        )
+    elif RANK == 0:
+        folder = run_folder(args)
+        print(f"{folder}: {announce(args)}", flush=True)
+        if args.model == "tiny":
+            shutil.copytree(tiny(args), folder / "base")
+    folder = gather(folder)[0]
+    if RANK == 0:
+        toy = {"model": "tiny"} if Path(args.model) == folder / "base" else {}
+        options = dataclasses.asdict(args) | toy | {"resume": None}
+        (folder / "args.tmp").write_text(json.dumps(options, indent=1))
+        (folder / "args.tmp").replace(folder / "args.json")
+        print("options:", *(f"{key}={value}" for key, value in options.items()), flush=True)
+    if args.model == "tiny":
+        args.model = str(folder / "base")
+    return folder
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint with the highest number; those still being written have no number for a name."""
+    return max((c for c in folder.glob("checkpoints/*") if c.name.isdigit()), default=None)
+
+
+def save_checkpoint(folder: Path, policy, optimizer, state: dict):
+    """checkpoints/UPDATE: adapter, value head, and the rest in state.pt; whole before it has that name."""
+    state = state | {"agents": sum(gather(state["agents"]), []), "optimizer": optimizer.state_dict()}
+    final = folder / "checkpoints" / f"{state['update']:06d}"
+    building = final.with_suffix(".tmp")
+    if RANK or final.exists():
+        return
+    try:
+        save_adapter(policy, building)
+        save_file(policy.value_head.state_dict(), building / "value_head.safetensors")
+        torch.save(state, building / "state.pt")
+        if hasattr(os, "sync"):  # or a power failure could leave a whole name on half a file
+            os.sync()
+        building.rename(final)
+    except (OSError, RuntimeError, SafetensorError, Fault) as error:
+        shutil.rmtree(building, ignore_errors=True)
+        raise Fault(f"{final} cannot be saved ({error}); the checkpoint before it is whole") from None
+    for older in set(final.parent.iterdir()) - {final}:
+        shutil.rmtree(older)
+
+
+def load_checkpoint(checkpoint: Path, policy, optimizer, agents) -> dict:
+    """Bring all but the adapter back to where `save_checkpoint` was called. Returns its state."""
+    policy.value_head.load_state_dict(load_file(checkpoint / "value_head.safetensors"))
+    state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    for agent in agents:  # an episode is a function of its seed and actions
+        agent.episode, seed, actions = state["agents"][agent.index]
+        agent.reset(seed)
+        if any(agent.step(action)[1] for action in actions):
+            print(f"environment {agent.index} does not repeat itself and starts a new episode")
+            agent.next_episode()
+    return state
+
+
+def save_adapter(policy, folder: Path):
+    """The adapter in PEFT's format, the base's processor files beside it, copied verbatim."""
+    if RANK:
+        return
+    building = folder.with_name(folder.name + ".new")
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        policy.vlm.save_pretrained(building)
+        for file in model_folder(policy.args.model).iterdir():
+            if any(fnmatch.fnmatch(file.name, pattern) for pattern in PROCESSOR_FILES):
+                (shutil.copytree if file.is_dir() else shutil.copyfile)(file, building / file.name)
+        shutil.rmtree(folder, ignore_errors=True)
+        building.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise Fault(f"{folder} cannot be saved: {error}") from None
+
+
 class Timer:
     """Seconds per phase of an update: `with timer("generate"): ...`"""
 
@@ -979,30 +1336,62 @@ def explained_variance(values, returns) -> float | None:
     return 1 - (returns - values).var().item() / variance if variance > 0 else None
 
 
-def evaluate(policy, args: Args) -> dict[str, float]:
-    """Success on the fixed seeds 0 ... eval_episodes - 1, sampled as in training, in its own environments."""
-    seeds, finished, valid, true = list(range(args.eval_episodes))[::-1], [], [], []
-    agents = [Agent(args, helpers=True) for _ in range(min(args.num_envs, args.eval_episodes))]
-    playing = list(agents)
-    for agent in agents:
+def evaluate(policy, agents, args: Args) -> list[tuple]:
+    """Episodes on the fixed seeds 0 ... eval_episodes - 1, sampled as in training; this process's share.
+
+    A tuple each: success, return, length, admissible actions, true thoughts (None without captions), and
+    whether the world tells success.
+    """
+    seed_all(args.seed)
+    seeds, finished, playing = list(range(RANK, args.eval_episodes, PROCESSES))[::-1], [], []
+
+    def start(agent):
         agent.reset(seeds.pop())
+        agent.valid, agent.true = 0, 0 if "caption" in agent.info else None
+
+    for agent in agents[: len(seeds)]:
+        start(agent)
+        playing.append(agent)
     while playing:
-        captions = [agent.info.get("caption") for agent in playing]
+        captions = [json.dumps(agent.info.get("caption")) for agent in playing]
         _, _, texts, actions, _, dones = act(policy, playing, Timer())
-        valid += [action is not None for action in actions]
-        true += [json.dumps(c) in text for c, text in zip(captions, texts, strict=True) if c is not None]
-        for agent, done in zip(list(playing), dones, strict=True):
+        for agent, caption, text, action, done in zip(
+            list(playing), captions, texts, actions, dones, strict=True
+        ):
+            agent.valid += action is not None
+            if agent.true is not None:
+                agent.true += caption in text
             if done:
-                finished.append((agent.success, agent.total, agent.taken))
-                agent.reset(seeds.pop()) if seeds else playing.remove(agent)
-    for agent in agents:
-        agent.env.close()
-    success, returned, length = np.mean(finished, 0)
-    result = {"success_rate": success, "episodic_return": returned, "episodic_length": length}
-    result["invalid_action_rate"] = 1 - np.mean(valid)
-    if true:  # thoughts that state the true caption, as the toy was taught
-        result["thought_agreement"] = np.mean(true)
-    return {f"eval/{name}": float(x) for name, x in result.items()}
+                length = len(agent.actions)
+                finished.append((agent.success, agent.total, length, agent.valid, agent.true, agent.flagged))
+                start(agent) if seeds else playing.remove(agent)
+    return finished
+
+
+def summary(shares) -> dict[str, float]:
+    """Means over the episodes of `evaluate` in all processes; the rate of success comes first."""
+    success, returned, length, valid, true, flagged = zip(*sum(shares, []), strict=True)
+    steps, name = sum(length), "success_rate" if all(flagged) else "positive_return"
+    result = {
+        name: np.mean(success),
+        "episodic_return": np.mean(returned),
+        "episodic_length": np.mean(length),
+    }
+    result["invalid_action_rate"] = 1 - sum(valid) / steps
+    if None not in true:  # the share of thoughts that state the true caption, as the toy was taught
+        result["thought_agreement"] = sum(true) / steps
+    return {f"eval/{key}": float(x) for key, x in result.items()}
+
+
+def lock(file):
+    """UserError if another process writes the file, a run that is still ending, say."""
+    if os.name == "posix":
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{file.name} is being written by another process; wait for its end") from None
 
 
 class Log:
@@ -1011,31 +1400,47 @@ class Log:
     SHOWN = ("charts/success_rate", "charts/positive_return", "charts/invalid_action_rate", "losses/entropy",
              "losses/kl_base", "losses/explained_variance", "charts/env_steps_per_second")  # fmt: skip
 
-    def __init__(self, args, folder, num_updates, policy, optimizer, agent):
-        self.args, self.folder, self.policy, self.optimizer, self.agent = (
-            args,
-            folder,
-            policy,
-            optimizer,
-            agent,
-        )
-        self.file, self.wandb = open(folder / "log.jsonl", "a", encoding="utf-8"), None
-        self.recent = deque(maxlen=100)  # finished episodes: [seed, success, return, length]
+    def __init__(self, args, folder, state, num_updates, policy, optimizer, agent):
+        self.args, self.folder, self.agent, self.wandb = args, folder, agent, None
+        self.policy, self.optimizer = policy, optimizer
+        size, recent, wandb_id = state["log"] or (0, [], None)
+        self.file = open(os.devnull if RANK else folder / "log.jsonl", "ab")
+        if RANK == 0:
+            lock(self.file)
+            self.file.truncate(size)  # what came after the checkpoint will be written again
+        self.recent = deque(recent, maxlen=100)  # finished episodes: [seed, success, return, length]
         self.start = time.perf_counter()
         ids = policy.encode([agent.prompt()])["input_ids"]
         frame = torch.isin(ids, torch.tensor(policy.banned_ids, device=ids.device)).sum()
         lora, head = (sum(p.numel() for p in g["params"]) for g in optimizer.param_groups)
         print(f"first prompt: {ids.numel()} tokens, {frame} of them the frame's")
         print(f"trained: {lora:,} parameters of LoRA, {head:,} of the value head", flush=True)
-        self.bar = tqdm(total=num_updates, unit="update", disable=not sys.stderr.isatty())
-        if args.track:
+        quiet = RANK > 0 or not sys.stderr.isatty()
+        self.bar = tqdm(total=num_updates, initial=state["update"], unit="update", disable=quiet)
+        if args.track and RANK == 0:
             import wandb
 
-            self.wandb = wandb.init(project="vldac", name=folder.name, config=dataclasses.asdict(args))
+            config = dataclasses.asdict(args)
+            self.wandb = wandb.init(
+                project="vldac", name=folder.name, config=config, id=wandb_id, resume="allow"
+            )
 
-    def update(self, u, seconds, losses, finished, responses, valid, samples):
-        """The row of update u: charts, losses, times, finished episodes, and the first two samples."""
+    def state(self):
+        """What a resumed run needs: the length of the file, the recent episodes, W&B's name for the run."""
+        size = 0 if RANK else os.path.getsize(self.file.name)
+        return size, list(self.recent), self.wandb and self.wandb.id
+
+    def update(self, u, seconds, losses, record):
+        """The row of update u, over all processes: charts, losses, times, episodes, the first two samples."""
         args, elapsed = self.args, time.perf_counter() - self.start
+        shares = gather((losses, record))
+        for name, x in losses.items():
+            every = [share[name] for share, _ in shares]
+            mean = max if name == "ratio_first" else np.mean
+            losses[name] = None if x is None else float(mean(every))
+        finished, responses, valid = (
+            sum((share[key] for _, share in shares), []) for key in ("finished", "responses", "valid")
+        )
         self.recent.extend(finished)
         # Before every environment could have timed out once, only successes have finished: no rate yet.
         fair = (u + 1) * args.num_steps >= args.max_episode_steps and len(self.recent) > 0
@@ -1056,7 +1461,7 @@ class Log:
         row |= {f"losses/{name}": x for name, x in losses.items()} | {
             f"time/{k}": x for k, x in seconds.items()
         }
-        self.write(row, finished, samples[:2])
+        self.write(row, finished, record["samples"][:2])
 
     def write(self, row, finished=(), samples=()):
         """A row of numbers, finished episodes, and samples: (prompt, response, action, reward)."""
@@ -1074,7 +1479,11 @@ class Log:
         if samples:
             row |= {"episodes": finished, "samples": self.transcripts(row["update"], samples)}
             self.bar.update()
-        print(json.dumps(row, allow_nan=False), file=self.file, flush=True)
+        try:
+            self.file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+            self.file.flush()
+        except OSError as error:
+            raise Fault(f"{self.file.name} cannot be written: {error.strerror}") from None
         self.start = time.perf_counter()  # of the next update
 
     def transcripts(self, update, samples):
