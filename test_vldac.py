@@ -9,11 +9,15 @@ import importlib.machinery
 import itertools
 import json
 import math
+import os
 import random
 import re
 import runpy
+import shutil
+import signal
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -1182,6 +1186,306 @@ def test_equal_seeds_equal_logs(tmp_path, model_folder):
     assert logs[0] == logs[1]
 
 
+# ------------------------------------------------------------------------------- stopping and resuming
+
+LONG = [*SMALL, "--total_timesteps", "32", "--eval_episodes", "3", "--eval_every", "2", "--save_every", "1"]
+LONG += ["--learning_rate", "0.01", "--value_warmup", "1"]
+
+
+def stopped(argv, capsys) -> tuple[int, str]:
+    """The exit status and the last line of a program that ends badly, but never with a traceback."""
+    with pytest.raises(SystemExit) as stop:
+        vldac.main([str(word) for word in argv])
+    error = capsys.readouterr().err
+    assert "Traceback" not in error or stop.value.code == 1  # where a world raised, its own is shown
+    return stop.value.code, error.strip().splitlines()[-1]
+
+
+def before_call(number, function, action):
+    """`function`, but `action` is done before its call with that number (from 1)."""
+    calls = itertools.count(1)
+
+    def wrapped(*inputs, **options):
+        if next(calls) == number:
+            action()
+        return function(*inputs, **options)
+
+    return wrapped
+
+
+def send(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+def in_rollout(patch, update, step, action):
+    """Do `action` before step `step` of the rollout of update `update`, both from 1."""
+    then = lambda: patch.setattr(vldac, "act", before_call(step, vldac.act, action))  # noqa: E731
+    patch.setattr(vldac, "collect", before_call(update, vldac.collect, then))
+
+
+def files(folder):
+    """Every file below a folder with its bytes."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def same_runs(one, other):
+    """Whether two run folders hold the same: log (but for the times), adapters, frames, checkpoints."""
+    logs = [[json.loads(line) for line in (f / "log.jsonl").read_text().splitlines()] for f in (one, other)]
+    assert without_times(logs[0]) == without_times(logs[1])
+    for name in ("adapter", "best", "frames"):
+        assert files(one / name) == files(other / name)
+    [a], [b] = [list((folder / "checkpoints").iterdir()) for folder in (one, other)]
+    assert a.name == b.name
+    same = "value_head.safetensors", "adapter_model.safetensors"
+    assert all((a / name).read_bytes() == (b / name).read_bytes() for name in same)
+    a, b = [torch.load(c / "state.pt", weights_only=True) for c in (a, b)]
+    assert all(a[key] == b[key] for key in ("update", "best", "agents"))
+    moments = [[s["exp_avg_sq"] for s in x["optimizer"]["state"].values()] for x in (a, b)]
+    assert all(x.equal(y) for x, y in zip(*moments, strict=True))
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory, model_folder):
+    """whole_run(env) -> the options and the folder of an uninterrupted run of four updates, made once."""
+    made = {}
+
+    def get(env="EZPoints"):
+        argv = ["--env", env, "--model", model_folder(), *LONG, "--max_episode_steps", "7"]
+        if env not in made:
+            made[env] = run(tmp_path_factory.mktemp(env), *argv, name="whole")[0]
+        return argv, made[env]
+
+    return get
+
+
+@pytest.mark.parametrize("env", [pytest.param("OneRoom", marks=needs_opengl), "EZPoints"])
+def test_a_resumed_run_equals_an_uninterrupted_one(env, tmp_path, whole_run, monkeypatch, capsys):
+    """Four updates; stopped within the third's rollout and within episodes, then resumed: bit for bit."""
+    argv, whole = whole_run(env)
+    rows = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
+    assert [row["global_step"] for row in rows] == [0, 8, 16, 16, 24, 32, 32]
+    part = tmp_path / "part"
+    with monkeypatch.context() as patch:
+        in_rollout(patch, 3, 3, send(signal.SIGTERM))
+        status, line = stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
+    assert status == 128 + signal.SIGTERM and "SIGTERM" in line and f"--resume {part}" in line
+    [checkpoint] = (part / "checkpoints").iterdir()
+    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    assert state["update"] == 2 and any(actions for _, _, actions in state["agents"])  # in mid-episode
+    vldac.main(["--resume", str(part)])
+    assert without_times(rows[:3]) != without_times(rows[1:4])
+    same_runs(whole, part)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["update", "evaluate", "assess", "save_checkpoint", "load_policy"])
+def test_a_signal_saves_and_leaves_wherever_it_comes(where, number, tmp_path, whole_run, monkeypatch, capsys):
+    argv, whole = whole_run()
+    with monkeypatch.context() as patch:
+        call = 1 if where == "load_policy" else 2
+        patch.setattr(vldac, where, before_call(call, getattr(vldac, where), send(number)))
+        status, line = stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
+    assert status == 128 + number and signal.Signals(number).name in line
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # as it was before the run
+    vldac.main(["--resume", str(tmp_path / "part")])
+    same_runs(whole, tmp_path / "part")
+
+
+def test_a_second_signal_is_not_caught(tmp_path, whole_run, monkeypatch, capsys):
+    seen = []
+
+    def first_signal():
+        send(signal.SIGTERM)()
+        seen.extend(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM))
+
+    in_rollout(monkeypatch, 1, 2, first_signal)
+    stopped([*whole_run()[0], "--runs_dir", tmp_path], capsys)
+    assert seen == [signal.SIG_DFL, signal.SIG_DFL]
+
+
+PROCESS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+
+
+def start(*words, **options):
+    command = [sys.executable, *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=os.environ | PROCESS, **pipes | options)
+
+
+def test_a_run_killed_in_training_is_resumed(tmp_path, whole_run):
+    """SIGKILL, as from a machine that is taken away: nothing can be saved at that moment."""
+    argv, whole = whole_run()
+    process = start(ROOT / "vldac.py", *argv, "--device", "cpu", "--runs_dir", tmp_path, "--run_name", "part")
+    for line in process.stdout:
+        if line.split()[:2] == ["24", "steps"]:
+            break
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    with open(tmp_path / "part" / "log.jsonl", "ab") as log:
+        log.write(b'{"update": 4, "global_st')  # a row that the kill has torn
+    vldac.main(["--resume", str(tmp_path / "part")])
+    same_runs(whole, tmp_path / "part")
+
+
+KILLED_WHILE_SAVING = """
+import os, signal, sys, torch, vldac
+real, calls = torch.save, []
+def save(state, path):
+    calls.append(path)
+    if len(calls) < 3:
+        return real(state, path)
+    path.write_bytes(b"half a file")
+    os.kill(os.getpid(), signal.SIGKILL)
+torch.save = save
+vldac.main(sys.argv[1:])
+"""
+
+
+def test_a_run_killed_while_it_saves_is_resumed(tmp_path, whole_run):
+    argv, whole = whole_run()
+    part = tmp_path / "part"
+    words = [*argv, "--device", "cpu", "--runs_dir", tmp_path, "--run_name", "part"]
+    process = start("-c", KILLED_WHILE_SAVING, *words)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert sorted(path.name for path in (part / "checkpoints").iterdir()) == ["000001", "000002.tmp"]
+    vldac.main(["--resume", str(part)])
+    same_runs(whole, part)
+
+
+def test_a_finished_run_and_one_that_has_saved_nothing_can_be_resumed(tmp_path, whole_run):
+    argv, whole = whole_run()
+    for name in ("finished", "fresh"):
+        shutil.copytree(whole, tmp_path / name)
+    shutil.rmtree(tmp_path / "fresh" / "checkpoints")
+    for name in ("finished", "fresh"):
+        vldac.main(["--resume", str(tmp_path / name)])
+        same_runs(whole, tmp_path / name)
+
+
+def test_only_how_a_run_is_computed_may_change(tmp_path, whole_run, capsys):
+    argv, whole = whole_run()
+    folder = shutil.copytree(whole, tmp_path / "run")
+    status, line = stopped(["--resume", folder, "--seed", 1, "--gamma", "0.5", "--num_envs", 2], capsys)
+    assert status == 2 and "--seed was 0, not 1" in line and "--gamma was 1.0, not 0.5" in line
+    assert "num_envs" not in line  # the same as before
+    assert files(folder) == files(whole)
+    vldac.main(["--resume", str(folder), "--micro_batch_size", "2", *argv])
+    assert vldac.load_args(folder).micro_batch_size == 2
+
+
+def test_the_toy_is_resumed_under_its_name_and_anywhere(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(vldac.warm_start, "__defaults__", (3, 8, 1))
+    argv = "--env NumberLine --model tiny --total_timesteps 128 --num_envs 2 --minibatch_size 64".split()
+    argv += "--eval_episodes 2 --eval_every 1 --save_every 1".split()
+    whole, rows = run(tmp_path, *argv, name="whole")
+    with monkeypatch.context() as patch:
+        in_rollout(patch, 2, 5, send(signal.SIGINT))
+        stopped([*argv, "--device", "cpu", "--runs_dir", tmp_path, "--run_name", "part"], capsys)
+    moved = (tmp_path / "part").rename(tmp_path / "moved")
+    vldac.main(["--resume", str(moved), *argv])
+    lines = (moved / "log.jsonl").read_text().splitlines()
+    assert without_times(map(json.loads, lines)) == without_times(rows)
+    assert vldac.load_args(moved).model == str(moved / "base")
+    assert str(tmp_path) not in (moved / "args.json").read_text().replace(f'"runs_dir": "{tmp_path}"', "")
+
+
+def test_a_run_that_is_being_written_is_left_alone(whole_run, tmp_path, capsys):
+    folder = shutil.copytree(whole_run()[1], tmp_path / "run")
+    with open(folder / "log.jsonl", "ab") as file:
+        vldac.lock(file)
+        status, line = stopped(["--resume", folder], capsys)
+    assert status == 2 and "another process" in line and files(folder) == files(whole_run()[1])
+
+
+@pytest.mark.parametrize("file", ["state.pt", "adapter_model.safetensors", "value_head.safetensors"])
+def test_a_damaged_checkpoint_is_named(file, whole_run, tmp_path, capsys):
+    folder = shutil.copytree(whole_run()[1], tmp_path / "run")
+    path = folder / "checkpoints" / "000004" / file
+    path.write_bytes(path.read_bytes()[:100])
+    status, line = stopped(["--resume", folder], capsys)
+    assert status == 2 and "000004" in line
+
+
+def test_a_checkpoint_cannot_run_code(whole_run, tmp_path, capsys):
+    class Evil:
+        def __reduce__(self):
+            return (tmp_path / "touched").touch, ()
+
+    folder = shutil.copytree(whole_run()[1], tmp_path / "run")
+    torch.save({"update": Evil()}, folder / "checkpoints" / "000004" / "state.pt")
+    assert stopped(["--resume", folder], capsys)[0] == 2 and not (tmp_path / "touched").exists()
+
+
+def test_evaluating_changes_nothing_and_the_best_adapter_is_kept(tmp_path, whole_run, monkeypatch):
+    argv, _ = whole_run()
+    rates = iter([0.2, 0.6, 0.4, 0.6, 0.1])
+    monkeypatch.setattr(vldac, "summary", lambda shares: {"eval/success_rate": next(rates)})
+    kept = []
+    save = vldac.save_adapter
+    monkeypatch.setattr(
+        vldac, "save_adapter", lambda policy, folder: (kept.append(folder.name), save(policy, folder))
+    )
+    often, rows = run(tmp_path, *argv, "--eval_every", "1", "--save_every", "4", name="often")
+    never, plain = run(tmp_path, *argv, "--eval_episodes", "0", "--save_every", "4", name="never")
+    assert without_times(row for row in rows if "eval/success_rate" not in row) == without_times(plain)
+    assert [row["update"] for row in rows if "eval/success_rate" in row] == [0, 1, 2, 3, 4]
+    assert [name for name in kept if name == "best"] == ["best"] * 2  # at 0.2 and, later, at 0.6
+    assert files(often / "best") != files(often / "adapter")
+    assert not (never / "best").exists()
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+
+class Faulty(Signal):
+    """Longer episodes that can be made to fail in the middle of one."""
+
+    trouble = staticmethod(lambda env: None)
+
+    def _step(self, action):
+        type(self).trouble(self)
+        return 0.0, False
+
+
+def raises(env):
+    raise RuntimeError("the simulator has lost its way")
+
+
+def hangs(env):
+    threading.Event().wait()
+
+
+def breaks(env):
+    env.actions = ()
+
+
+@pytest.mark.parametrize(
+    "trouble, words",
+    [
+        (raises, "RuntimeError: the simulator has lost its way"),
+        (hangs, "no answer within 0.2 seconds (--env_timeout)"),
+        (breaks, 'step must list the actions in info["actions"]'),
+    ],
+)
+def test_a_world_that_fails_in_mid_episode(trouble, words, tmp_path, model_folder, monkeypatch, capsys):
+    """The run stops with what plays the episode again, and goes on where it was when the world is mended."""
+    argv = ["--env", "test_vldac:Faulty", "--model", model_folder(), *LONG, "--env_timeout", "0.2"]
+    with monkeypatch.context() as patch:
+        in_rollout(patch, 3, 2, lambda: patch.setattr(Faulty, "trouble", staticmethod(trouble)))
+        patch.setattr(vldac, "parse_action", lambda text, actions: actions[0])
+        status, line = stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
+    assert status == 1 and words in line and f"--resume {tmp_path / 'part'}" in line
+    seed, actions = re.search(r"env\.reset\(seed=(\d+)\) and env\.step through (\[.*?\])", line).groups()
+    assert int(seed) >= 2**30 and set(json.loads(actions)) <= {"left", "right", ""}
+    state = torch.load(tmp_path / "part" / "checkpoints" / "000002" / "state.pt", weights_only=True)
+    assert state["update"] == 2
+    vldac.main(["--resume", str(tmp_path / "part")])
+    assert len((tmp_path / "part" / "log.jsonl").read_text().splitlines()) == 7
+
+
 def test_a_taken_name_gets_a_number(tmp_path, model_folder):
     for _ in range(2):
         run(tmp_path, "--env", "NumberLine", "--model", model_folder(), *SMALL)
@@ -1228,7 +1532,7 @@ def test_the_numbers_go_to_weights_and_biases_too(tmp_path, model_folder, monkey
     sent = []
     fake = types.ModuleType("wandb")
     fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
-    fake.init = lambda **options: fake
+    fake.init, fake.id = lambda **options: fake, "abc"
     fake.log = lambda row, step: sent.append((step, row))
     fake.finish = lambda: sent.append("finished")
     monkeypatch.setitem(sys.modules, "wandb", fake)

@@ -547,10 +547,10 @@ def assess(policy, prompts, responses, rewards, dones, last_prompts, args: Args)
     advantages, returns = advantages.flatten(), returns.flatten()
     everyone = torch.cat(gather(advantages.cpu()))  # of all processes of torchrun
     normalised = (advantages - everyone.mean().item()) / (everyone.std().item() + 1e-8)
-    predicted, turned_out = map(torch.cat, zip(*gather((values.cpu(), returns.cpu())), strict=True))
+    predicted, realised = map(torch.cat, zip(*gather((values.cpu(), returns.cpu())), strict=True))
     stats = {
         "kl_base": kl_base(logprobs[some], baselogprobs, mask[some]).item(),
-        "explained_variance": explained_variance(predicted, turned_out),
+        "explained_variance": explained_variance(predicted, realised),
         "advantage_std": everyone.std().item(),
     }
     return Rollout(prompts, tokens, mask, logprobs, baselogprobs, normalised, returns), stats
@@ -626,7 +626,7 @@ def make_optimizer(policy, args: Args):
     return torch.optim.Adam(groups, lr=args.learning_rate, eps=1e-7, fused=True)
 
 
-def train(args: Args, folder: Path):
+def train(args: Args, folder: Path, log):
     """All of VL-DAC. Writes log.jsonl, frames/, checkpoints/, best/ and adapter/ into the run folder."""
     checkpoint = newest_checkpoint(folder)  # None unless the run is resumed
     seed_all(args.seed)
@@ -642,7 +642,8 @@ def train(args: Args, folder: Path):
         state = {"update": 0, "best": -math.inf, "log": None}
         for agent in agents:
             agent.next_episode()
-    best, log = state["best"], Log(args, folder, state, num_updates, policy, optimizer, agents[0])
+    best = state["best"]
+    log.begin(state, num_updates, policy, optimizer, agents[0])
 
     def alone(part, *inputs):
         """part(*inputs), the work of one process. If it is stopped in any, all save the update's start."""
@@ -681,7 +682,6 @@ def train(args: Args, folder: Path):
         log.update(u, timer.seconds, losses | stats, record)
 
     save_adapter(policy, folder / "adapter")
-    log.close()
 
 
 def main(argv=None):
@@ -691,8 +691,8 @@ def main(argv=None):
         check_world(args)  # a world that does not work shows before a model is loaded
         join_processes(args)
         folder = open_run(args)
-        with catch_signals():
-            train(args, folder)
+        with catch_signals(), Log(args, folder) as log:
+            train(args, folder, log)
     except (UserError, Fault, Interrupted, KeyboardInterrupt, torch.OutOfMemoryError) as error:
         raise SystemExit(farewell(error, args, folder)) from None
 
@@ -1056,8 +1056,8 @@ def not_finite(sums) -> str:
     named = ", ".join(f"{name} {x:g}" for name, x in sums.items() if not math.isfinite(x))
     return (
         f"not finite: {named}. No weight was touched by it. Look at losses/* in the last rows of the log "
-        "(advantage_std, kl_base, grad_norm_*) and at the rewards; then start from the last checkpoint with a "
-        "lower --learning_rate or --dtype float32: --adapter RUN/checkpoints/N"
+        "(advantage_std, kl_base, grad_norm_*) and at the rewards; then start from the last checkpoint, "
+        "--adapter RUN/checkpoints/N, with a lower --learning_rate or --dtype float32"
     )
 
 
@@ -1400,13 +1400,20 @@ class Log:
     SHOWN = ("charts/success_rate", "charts/positive_return", "charts/invalid_action_rate", "losses/entropy",
              "losses/kl_base", "losses/explained_variance", "charts/env_steps_per_second")  # fmt: skip
 
-    def __init__(self, args, folder, state, num_updates, policy, optimizer, agent):
-        self.args, self.folder, self.agent, self.wandb = args, folder, agent, None
-        self.policy, self.optimizer = policy, optimizer
-        size, recent, wandb_id = state["log"] or (0, [], None)
+    def __init__(self, args, folder):
+        self.args, self.folder, self.bar, self.wandb = args, folder, None, None
         self.file = open(os.devnull if RANK else folder / "log.jsonl", "ab")
         if RANK == 0:
             lock(self.file)
+
+    def __enter__(self):
+        return self
+
+    def begin(self, state, num_updates, policy, optimizer, agent):
+        """Continue from `state`, a checkpoint's; say what is trained."""
+        self.policy, self.optimizer, self.agent = policy, optimizer, agent
+        size, recent, wandb_id = state["log"] or (0, [], None)
+        if RANK == 0:
             self.file.truncate(size)  # what came after the checkpoint will be written again
         self.recent = deque(recent, maxlen=100)  # finished episodes: [seed, success, return, length]
         self.start = time.perf_counter()
@@ -1417,12 +1424,12 @@ class Log:
         print(f"trained: {lora:,} parameters of LoRA, {head:,} of the value head", flush=True)
         quiet = RANK > 0 or not sys.stderr.isatty()
         self.bar = tqdm(total=num_updates, initial=state["update"], unit="update", disable=quiet)
-        if args.track and RANK == 0:
+        if self.args.track and RANK == 0:
             import wandb
 
-            config = dataclasses.asdict(args)
+            config = dataclasses.asdict(self.args)
             self.wandb = wandb.init(
-                project="vldac", name=folder.name, config=config, id=wandb_id, resume="allow"
+                project="vldac", name=self.folder.name, config=config, id=wandb_id, resume="allow"
             )
 
     def state(self):
@@ -1498,8 +1505,9 @@ class Log:
             Image.fromarray(samples[0][0][1][-1]).save(self.folder / rows[0]["frame"])
         return rows
 
-    def close(self):
-        self.bar.close()
+    def __exit__(self, *failure):
+        if self.bar:
+            self.bar.close()
         self.file.close()
         if self.wandb:
             self.wandb.finish()
