@@ -606,6 +606,16 @@ def check(method: str, result):
     return result
 
 
+class Checked(gym.Wrapper):
+    """A user's own world whose every answer is checked."""
+
+    def reset(self, **options):
+        return check("reset", self.env.reset(**options))
+
+    def step(self, action):
+        return check("step", self.env.step(action))
+
+
 def own_env(name, max_episode_steps):
     """A user's own world, `package.module:callable`, looked for in the current folder too."""
     module, _, attribute = name.partition(":")
@@ -621,4 +631,4 @@ def own_env(name, max_episode_steps):
         raise UserError(f"--env {name}: {words}") from error
     if not isinstance(env, gym.Env):
         raise UserError(f"--env {name}: it must return a gymnasium.Env, not {type(env).__name__}")
-    return gym.wrappers.TimeLimit(env, max_episode_steps)
+    return gym.wrappers.TimeLimit(Checked(env), max_episode_steps)

@@ -1277,9 +1277,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(env, tmp_path, whole_run, mon
     same_runs(whole, part)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("where", ["update", "evaluate", "assess", "save_checkpoint", "load_policy"])
-def test_a_signal_saves_and_leaves_wherever_it_comes(where, number, tmp_path, whole_run, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "number, where",
+    [
+        (signal.SIGTERM, "update"),
+        (signal.SIGINT, "evaluate"),
+        (signal.SIGTERM, "save_checkpoint"),
+        (signal.SIGINT, "load_policy"),
+    ],
+)
+def test_a_signal_saves_and_leaves_wherever_it_comes(number, where, tmp_path, whole_run, monkeypatch, capsys):
     argv, whole = whole_run()
     with monkeypatch.context() as patch:
         call = 1 if where == "load_policy" else 2
@@ -1378,11 +1385,11 @@ def test_only_how_a_run_is_computed_may_change(tmp_path, whole_run, capsys):
 def test_the_toy_is_resumed_under_its_name_and_anywhere(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(vldac.warm_start, "__defaults__", (3, 8, 1))
-    argv = "--env NumberLine --model tiny --total_timesteps 128 --num_envs 2 --minibatch_size 64".split()
-    argv += "--eval_episodes 2 --eval_every 1 --save_every 1".split()
+    argv = "--env NumberLine --model tiny --total_timesteps 16 --num_envs 2 --num_steps 4".split()
+    argv += "--minibatch_size 8 --eval_episodes 2 --save_every 1".split()
     whole, rows = run(tmp_path, *argv, name="whole")
     with monkeypatch.context() as patch:
-        in_rollout(patch, 2, 5, send(signal.SIGINT))
+        in_rollout(patch, 2, 3, send(signal.SIGINT))
         stopped([*argv, "--device", "cpu", "--runs_dir", tmp_path, "--run_name", "part"], capsys)
     moved = (tmp_path / "part").rename(tmp_path / "moved")
     vldac.main(["--resume", str(moved), *argv])
@@ -1486,6 +1493,153 @@ def test_a_world_that_fails_in_mid_episode(trouble, words, tmp_path, model_folde
     assert len((tmp_path / "part" / "log.jsonl").read_text().splitlines()) == 7
 
 
+@pytest.mark.parametrize("where, name", [("policy_loss", "policy_loss"), ("value_loss", "value_loss")])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_the_run(
+    where, name, number, tmp_path, whole_run, monkeypatch, capsys
+):
+    """No weight is touched by it, and the last checkpoint stays."""
+    argv, whole = whole_run()
+    with monkeypatch.context() as patch:
+        real = getattr(vldac, where)
+        bad = lambda *inputs: real(*inputs) * number  # noqa: E731
+        patch.setattr(vldac, "update", before_call(3, vldac.update, lambda: patch.setattr(vldac, where, bad)))
+        status, line = stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
+    assert status == 1 and "not finite" in line and name in line and "--learning_rate" in line
+    [checkpoint] = (tmp_path / "part" / "checkpoints").iterdir()
+    assert checkpoint.name == "000002"
+    vldac.main(["--resume", str(tmp_path / "part")])
+    same_runs(whole, tmp_path / "part")
+
+
+def test_a_gradient_that_is_not_finite_is_never_applied(model_folder):
+    policy = make_policy(model_folder())
+    rollout, before = make_rollout(policy), lora_state(policy)
+    policy.value_head[0].weight.register_hook(lambda gradient: gradient * math.inf)
+    head = policy.value_head[0].weight.detach().clone()
+    with pytest.raises(vldac.Fault, match="grad_norm_value"):
+        vldac.update(policy, optimizer_of(policy), rollout, policy.args, value_only=False)
+    assert lora_state(policy).equal(before) and policy.value_head[0].weight.equal(head)
+
+
+@pytest.mark.parametrize("where, resumable", [("update", "000002"), ("collect", "000002")])
+def test_out_of_gpu_memory_says_what_helps(where, resumable, tmp_path, whole_run, monkeypatch, capsys):
+    argv, _ = whole_run()
+
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about it.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vldac, where, before_call(3, getattr(vldac, where), full))
+        status, line = stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
+    assert status == 1 and "--micro_batch_size (now 8)" in line and "--gradient_checkpointing true" in line
+    assert "--resume" in line and (tmp_path / "part" / "checkpoints" / resumable).exists()
+    vldac.main(["--resume", str(tmp_path / "part"), "--micro_batch_size", "2", "--save_every", "4"])
+
+
+@pytest.fixture
+def limit_file_size():
+    """limit_file_size(bytes): what stands for a full disk."""
+    resource = pytest.importorskip("resource", reason="limits of file sizes are Unix's")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "size, what",
+    [
+        (30_000, "checkpoints/000002 cannot be saved"),  # the adapter is larger
+        (100_000, "checkpoints/000002 cannot be saved"),  # state.pt is larger
+        (1_000, "log.jsonl cannot be written"),
+    ],
+)
+def test_a_full_disk(size, what, tmp_path, whole_run, limit_file_size, monkeypatch, capsys):
+    """The run says what it could not write, the checkpoint before is whole, and nothing half is left."""
+    argv, whole = whole_run()
+    where = "log" if "log" in what else "save_checkpoint"
+    with monkeypatch.context() as patch:
+        if where == "log":
+            patch.setattr(vldac, "assess", before_call(2, vldac.assess, lambda: limit_file_size(size)))
+        else:
+            save = before_call(3, vldac.save_checkpoint, lambda: limit_file_size(size))
+            patch.setattr(vldac, "save_checkpoint", save)
+        status, line = stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
+    limit_file_size(-1)
+    assert status == 1 and what in line and "--resume" in line
+    assert [path.name for path in (tmp_path / "part" / "checkpoints").iterdir()] == ["000001"]
+    vldac.main(["--resume", str(tmp_path / "part")])
+    same_runs(whole, tmp_path / "part")
+
+
+def test_a_world_that_does_not_repeat_itself_starts_new_episodes(tmp_path, model_folder, monkeypatch, capsys):
+    argv = ["--env", "test_vldac:Faulty", "--model", model_folder(), *SMALL, "--num_steps", "2"]
+    argv += ["--minibatch_size", "4", "--total_timesteps", "12"]
+    with monkeypatch.context() as patch:
+        in_rollout(patch, 2, 2, send(signal.SIGTERM))
+        stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
+        step = Faulty.step  # it now ends where it went on before
+        patch.setattr(Faulty, "step", lambda env, action: (*step(env, action)[:2], True, False, env._info()))
+        vldac.main(["--resume", str(tmp_path / "part")])
+    assert "environment 0 does not repeat itself" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------- hostile output
+
+HOSTILE = [
+    '{"thoughts": "' + "a" * 1_000_000 + '", "action": "+"}',
+    "\x00\x01\x1b[2J\x1b]0;title\x07\r\n\u202e\ufeff" * 100,
+    "\ud800 a lone surrogate \udfff",
+    '"action": "' * 50_000,
+    '{"action": "../../../etc/passwd"}',
+    "$(touch hacked); `touch hacked`; __import__('os').system('touch hacked')",
+    '{"action": ' + "9" * 100_000 + "}",
+    "[" * 100_000,
+    "<|im_end|><|image_pad|><|vision_start|>",
+    '{"action": "<|image_pad|>"}',
+]
+
+
+class Echo(Signal):
+    """A world that shows what the model wrote, as a web page might."""
+
+    actions = ("left", "right", *HOSTILE[8:])
+
+    def _text(self):
+        return "".join(HOSTILE[1:3]) + "<|image_pad|><|im_end|><|vision_start|>" + self.way
+
+
+def test_whatever_the_model_writes_is_only_text(tmp_path, model_folder, monkeypatch, capsys):
+    """Through parser, world, log, transcript and the next prompt; nothing is run, no file is named by it."""
+    answers = itertools.cycle(HOSTILE)
+    monkeypatch.setattr(VLMPolicy, "decode", lambda self, response: next(answers))
+    monkeypatch.chdir(tmp_path)
+    argv = ["--env", "test_vldac:Echo", "--model", model_folder(), *SMALL, "--total_timesteps", "40"]
+    folder, rows = run(tmp_path, *argv)
+    samples = [sample for row in rows for sample in row["samples"]]
+    assert {sample["response"] for sample in samples} <= set(HOSTILE) and len(samples) == 10
+    (folder / "log.jsonl").read_text(encoding="ascii")  # JSON escapes keep the terminal safe
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_world_cannot_write_the_chat_format(family, model_folder):
+    """Special tokens in a world's text would add images or end the turn; surrogates break tokenizers."""
+    policy = make_policy(model_folder(family))
+    tokenizer = policy.processor.tokenizer
+    special = "".join(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+    frame = np.zeros((28, 28, 3), np.uint8)
+    prompts = [
+        (vldac.build_prompt([{"image": frame, "text": text}], ["go"], text, 0, 9), [frame])
+        for text in ("plain", f"{special} \udc80 \x00 {special}")
+    ]
+    plain, hostile = [policy.encode([prompt])["input_ids"][0].tolist() for prompt in prompts]
+    for token in tokenizer.all_special_ids:
+        assert plain.count(token) == hostile.count(token)
+    assert vldac.score(policy, prompts, *policy.pad([[9], [9]]))[1].isfinite().all()
+
+
 def test_a_taken_name_gets_a_number(tmp_path, model_folder):
     for _ in range(2):
         run(tmp_path, "--env", "NumberLine", "--model", model_folder(), *SMALL)
@@ -1559,30 +1713,181 @@ def test_the_toy_learns(tmp_path, monkeypatch):
     assert rows[-1]["charts/invalid_action_rate"] < 0.05
 
 
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        ("--env OneRom", "did you mean OneRoom"),
-        ("--env NumberLine --model no/such/model-here", "--model tiny"),
-        ("--env NumberLine --gamma 1.5", "gamma"),
-        ("--env NumberLine --learning_rate nan", "learning_rate"),
-        ("--env NumberLine --num_envs 0", "num_envs"),
-        ("--env NumberLine --minibatch_size 100", "does not divide"),
-        ("--env NumberLine --total_timesteps 5", "at least one update"),
-        ("--env NumberLine --gam 1", "unrecognized arguments"),
-        ("--env NumberLine --track yes", "invalid choice"),
-        ("--env NumberLine --kl_ref new", "invalid choice"),
-        ("--env NumberLine --adapter nowhere", "adapter_config.json"),
-        ("--env NumberLine --device abacus", "--device cpu"),
-    ],
-)
-def test_wrong_invocations(argv, words, capsys, tmp_path, monkeypatch):
+WRONG = [
+    ("--env OneRom", "did you mean OneRoom"),
+    ("--env", "expected one argument"),
+    ("--env MiniWorld-Sign-v0", "its goal is not the red box"),
+    ("--env no_such_module:make", "No module named 'no_such_module'"),
+    ("--env math:nothing", "no attribute 'nothing'"),
+    ("--env math:pi", "not callable"),
+    ("--env NumberLine --model no/such/model-here", "--model tiny"),
+    ("--env NumberLine --model nowhere/at/all", "--model tiny"),
+    ("--env NumberLine --model empty", "--model empty cannot be loaded"),
+    ("--env NumberLine --model file.txt", "--model file.txt cannot be loaded"),
+    ("--env NumberLine --model half", "--model half cannot be loaded"),
+    ("--env NumberLine --model torn", "--model torn cannot be loaded"),
+    ("--env NumberLine --model text", "--model text cannot be loaded"),
+    ("--env NumberLine --model odd", "--model odd cannot be loaded"),
+    ("--env NumberLine --adapter empty", "adapter_config.json"),
+    ("--env NumberLine --adapter nowhere", "adapter_config.json"),
+    ("--env NumberLine --gam 1", "unrecognized arguments: --gam"),
+    ("--env NumberLine --lerning_rate 1", "unrecognized arguments: --lerning_rate"),
+    ("NumberLine", "unrecognized arguments: NumberLine"),
+    ("--env NumberLine --gamma 1.5", "--gamma must be between 0 and 1, not 1.5"),
+    ("--env NumberLine --gamma nan", "--gamma must be between"),
+    ("--env NumberLine --learning_rate nan", "--learning_rate must be between"),
+    ("--env NumberLine --learning_rate 0", "--learning_rate must be between"),
+    ("--env NumberLine --learning_rate 1e9", "--learning_rate must be between"),
+    ("--env NumberLine --learning_rate fast", "invalid float value: 'fast'"),
+    ("--env NumberLine --kl_coef -1", "--kl_coef must be between"),
+    ("--env NumberLine --clip_coef inf", "--clip_coef must be between"),
+    ("--env NumberLine --temperature 0", "--temperature must be between"),
+    ("--env NumberLine --invalid_reward nan", "--invalid_reward must be between"),
+    ("--env NumberLine --num_envs 0", "--num_envs must be between"),
+    ("--env NumberLine --num_envs -4", "--num_envs must be between"),
+    ("--env NumberLine --num_envs 1000000000", "--num_envs must be between"),
+    ("--env NumberLine --num_envs 1.5", "invalid int value: '1.5'"),
+    ("--env NumberLine --num_steps 0", "--num_steps must be between"),
+    ("--env NumberLine --seed -1", "--seed must be between"),
+    ("--env NumberLine --seed 99999999999999999999", "--seed must be between"),
+    ("--env NumberLine --save_every 0", "--save_every must be between"),
+    ("--env NumberLine --env_timeout -1", "--env_timeout must be between"),
+    ("--env NumberLine --lora_rank 0", "--lora_rank must be between"),
+    ("--env NumberLine --value_hidden 64 0", "--value_hidden takes sizes"),
+    ("--env NumberLine --minibatch_size 100", "does not divide"),
+    ("--env NumberLine --total_timesteps 5", "at least one update"),
+    ("--env NumberLine --track yes", "invalid choice: 'yes'"),
+    ("--env NumberLine --kl_ref new", "invalid choice: 'new'"),
+    ("--env NumberLine --dtype float16", "invalid choice: 'float16'"),
+    ("--env NumberLine --device abacus", "--device cpu"),
+    ("--env NumberLine --device meta", "--device cpu"),
+    ("--env NumberLine --runs_dir file.txt", "cannot make the run folder"),
+    ("--env NumberLine --runs_dir file.txt/deeper", "cannot make the run folder"),
+    ("--env NumberLine --run_name ../elsewhere", "must be a plain name"),
+    ("--env NumberLine --run_name ..", "must be a plain name"),
+    (f"--env NumberLine --run_name {'x' * 300}", "cannot make the run folder"),
+    ("--resume nowhere", "nowhere is not the folder of a run"),
+    ("--resume empty", "empty is not the folder of a run"),
+    ("--resume file.txt", "file.txt is not the folder of a run"),
+    ("--resume torn", "torn is not the folder of a run"),
+    ("--resume", "expected one argument"),
+]
+
+
+@pytest.fixture(scope="module")
+def odd_folders(tmp_path_factory, model_folder):
+    """Things that are no model and no run, to stand in."""
+    folder = tmp_path_factory.mktemp("odd")
+    (folder / "file.txt").write_text("hello")
+    (folder / "empty").mkdir()
+    for name in ("half", "torn", "text"):
+        shutil.copytree(model_folder(), folder / name)
+    (folder / "half" / "model.safetensors").unlink()
+    torn = folder / "torn" / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:1000])
+    (folder / "torn" / "args.json").write_text('{"env": "Number')
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64}
+    (folder / "text" / "config.json").write_text(json.dumps(config))
+    shutil.copytree(folder / "text", folder / "odd")
+    (folder / "odd" / "config.json").write_text(json.dumps(config | {"hidden_size": 7}))
+    return folder
+
+
+@pytest.mark.parametrize("argv, words", WRONG, ids=[argv[:60] for argv, _ in WRONG])
+def test_wrong_invocations(argv, words, odd_folders, capsys, monkeypatch):
+    """One line that says what to do, exit status 2, no traceback, nothing left behind."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        vldac.main(["--device", "cpu", *argv.split()])
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert stop.value.code == 2 and words in error and "error:" in error
+    monkeypatch.chdir(odd_folders)
+    if "--model" not in argv:
+        loads = pytest.fail  # before any model loads, where that is possible
+        monkeypatch.setattr(vldac, "load_policy", lambda args: loads("a model was loaded"))
+        monkeypatch.setattr(vldac, "tiny", lambda args: loads("a model was made"))
+    before = files(odd_folders)
+    status, line = stopped(
+        ["--device", "cpu", *argv.split()] if "--resume" not in argv else argv.split(), capsys
+    )
+    assert status == 2 and "error:" in line and words in line
+    assert files(odd_folders) == before and not list(odd_folders.glob("runs/*"))
+
+
+@pytest.mark.parametrize("argv", ["--env OneRom", "--env NumberLine --runs_dir README.md"])
+def test_wrong_invocations_as_processes(argv):
+    process = start("vldac.py", "--device", "cpu", *argv.split(), cwd=ROOT)
+    out, err = process.communicate()
+    assert (
+        process.returncode == 2 and out == "" and err.strip().splitlines()[-1].startswith("vldac.py: error: ")
+    )
+    assert "Traceback" not in err
+
+
+def broken(**changes):
+    """A world of the contract but for `changes`: methods, or what they return, instead of the right ones."""
+
+    class Broken(Signal):
+        def reset(self, *, seed=None, options=None):
+            observation, info = super().reset(seed=seed)
+            return changes.get("reset", lambda o, i: (o, i))(observation, info)
+
+        def step(self, action):
+            self.success, result = False, super().step(action)
+            return changes.get("step", lambda *result: result)(*result)
+
+    return Broken
+
+
+def without_seed():
+    env = Signal()
+    env.reset = lambda: (None, {})
+    return env
+
+
+def old_gym(observation, reward, terminated, truncated, info):
+    return observation, reward, terminated, info
+
+
+def raise_error(*_):
+    raise RuntimeError("no window")
+
+
+BROKEN = [
+    (lambda: 7, "it must return a gymnasium.Env, not int"),
+    (raise_error, "RuntimeError: no window"),
+    (without_seed, "unexpected keyword argument 'seed'"),
+    (broken(reset=raise_error), "RuntimeError: no window"),
+    (broken(step=raise_error), "RuntimeError: no window"),
+    (broken(reset=lambda o, i: o), "reset must return a tuple (observation, info)"),
+    (broken(step=old_gym), "step must return a tuple (observation, reward, terminated, truncated, info)"),
+    (broken(reset=lambda o, i: (o["image"], i)), 'the observation as a dict {"image": ..., "text": ...}'),
+    (broken(reset=lambda o, i: ({"image": o["image"]}, i)), "the observation as a dict"),
+    (broken(reset=lambda o, i: (o | {"image": o["image"] / 255}, i)), "not float64 (28, 28, 3)"),
+    (broken(reset=lambda o, i: (o | {"image": o["image"][..., 0]}, i)), "not uint8 (28, 28)"),
+    (broken(reset=lambda o, i: (o | {"image": None}, i)), "give a uint8 frame (H, W, 3), not NoneType"),
+    (broken(reset=lambda o, i: (o | {"text": None}, i)), "give text as a str, not None"),
+    (broken(reset=lambda o, i: (o, None)), "give info as a dict"),
+    (broken(reset=lambda o, i: (o, {"actions": ["left"]})), 'info["task"]'),
+    (broken(reset=lambda o, i: (o, {"task": "obey"})), 'list the actions in info["actions"]'),
+    (broken(reset=lambda o, i: (o, i | {"actions": "left"})), "list the actions"),
+    (broken(reset=lambda o, i: (o, i | {"actions": [0, 1]})), "list the actions"),
+    (broken(reset=lambda o, i: (o, i | {"actions": []})), "list the actions"),
+    (broken(step=lambda o, r, t, c, i: (o, math.nan, t, c, i)), "pay a finite number, not nan"),
+    (broken(step=lambda o, r, t, c, i: (o, None, t, c, i)), "pay a finite number, not None"),
+    (broken(step=lambda o, r, t, c, i: (o, r, "no", c, i)), "say True or False for its ends"),
+    (
+        broken(step=lambda o, r, t, c, i: (o, r, t, c, i | {"success": "yes"})),
+        'info["success"] as True or False',
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "make, words", BROKEN, ids=[f"{k} {words[:40]}" for k, (_, words) in enumerate(BROKEN)]
+)
+def test_a_world_that_breaks_the_contract(make, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "made", make, raising=False)
+    monkeypatch.setattr(vldac, "load_policy", lambda args: pytest.fail("a model was loaded"))
+    status, line = stopped(["--env", "test_vldac:made", "--model", "x", "--runs_dir", tmp_path], capsys)
+    assert status == 2 and words in line and "test_vldac:made" in line
+    assert not list(tmp_path.iterdir())
 
 
 def test_precedence_is_command_line_toy_world_default():

@@ -48,6 +48,7 @@ import inspect
 import json
 import math
 import os
+import pickle
 import random
 import re
 import shutil
@@ -69,6 +70,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from safetensors import SafetensorError
@@ -436,7 +438,7 @@ class Agent:
     def reset(self, seed):
         self.seed, self.actions, self.total = seed, [], 0.0  # the episode, if it must be played again
         with watched(self):
-            observation, self.info = envs.check("reset", self.env.reset(seed=seed))
+            observation, self.info = self.env.reset(seed=seed)
         self.task = self.info["task"]
         self.observations = deque([observation], maxlen=self.args.num_images)  # deviation 7
 
@@ -456,8 +458,7 @@ class Agent:
         """Play a parsed action, "" if there was none (deviation 5). Returns reward, done (deviation 6)."""
         self.actions.append(action or "")
         with watched(self):
-            result = envs.check("step", self.env.step(self.actions[-1]))
-        observation, reward, terminated, truncated, self.info = result
+            observation, reward, terminated, truncated, self.info = self.env.step(self.actions[-1])
         self.total += reward
         self.observations.append(observation)
         self.flagged = "success" in self.info  # else a positive return stands in, under a name of its own
@@ -946,7 +947,7 @@ def check_args(args: Args):
                 raise UserError(f"--{name} must be between {low} and {high}, not {getattr(args, name)}")
     if not all(1 <= size <= 65536 for size in args.value_hidden):
         raise UserError(f"--value_hidden takes sizes between 1 and 65536, not {args.value_hidden}")
-    if args.run_name is not None and (Path(args.run_name).name != args.run_name or not args.run_name.strip()):
+    if args.run_name is not None and (Path(args.run_name).name != args.run_name or args.run_name == ".."):
         raise UserError(f"--run_name {args.run_name!r} must be a plain name; --runs_dir says where it goes")
     for name in ("num_envs", "minibatch_size"):
         if getattr(args, name) % PROCESSES:
@@ -1066,7 +1067,7 @@ def farewell(error, args, folder) -> int:
     status, words = 1, f"stopped: {error}"
     if isinstance(error, UserError):
         status, words = 2, f"error: {error}"
-        if folder and not args.resume and not (folder / "log.jsonl").exists():
+        if folder and not args.resume and not newest_checkpoint(folder):
             shutil.rmtree(folder, ignore_errors=True)  # nothing was begun
     elif isinstance(error, (Interrupted, KeyboardInterrupt)):
         number = signal.Signals(interrupts[0] if interrupts else signal.SIGINT)
@@ -1188,7 +1189,8 @@ def load_policy(args: Args) -> VLMPolicy:
         return VLMPolicy(args)
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError,
+            SafetensorError, StrictDataclassError) as error:  # fmt: skip
         reason = " ".join(str(error).split()) or type(error).__name__
         what = f"--model {args.model}" + (f" with --adapter {args.adapter}" if args.adapter else "")
         advice = "try --model tiny, which needs no download, or Qwen/Qwen2-VL-2B-Instruct"
@@ -1221,7 +1223,7 @@ def run_folder(args: Args) -> Path:
             folder.mkdir(parents=True)
             return folder
         except OSError as error:
-            if not folder.is_dir():  # not merely taken
+            if not os.path.isdir(folder):  # not merely taken
                 raise UserError(
                     f"cannot make the run folder {folder}: {error.strerror}; see --runs_dir"
                 ) from None
@@ -1259,32 +1261,62 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return max((c for c in folder.glob("checkpoints/*") if c.name.isdigit()), default=None)
 
 
-def save_checkpoint(folder: Path, policy, optimizer, state: dict):
-    """checkpoints/UPDATE: adapter, value head, and the rest in state.pt; whole before it has that name."""
-    state = state | {"agents": sum(gather(state["agents"]), []), "optimizer": optimizer.state_dict()}
-    final = folder / "checkpoints" / f"{state['update']:06d}"
-    building = final.with_suffix(".tmp")
-    if RANK or final.exists():
-        return
+@contextlib.contextmanager
+def whole(folder: Path):
+    """A folder to write into that gets its name when it is complete; Fault if the disk is full, say."""
+    building = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(building, ignore_errors=True)
     try:
-        save_adapter(policy, building)
-        save_file(policy.value_head.state_dict(), building / "value_head.safetensors")
-        torch.save(state, building / "state.pt")
+        building.mkdir(parents=True)
+        yield building
         if hasattr(os, "sync"):  # or a power failure could leave a whole name on half a file
             os.sync()
-        building.rename(final)
-    except (OSError, RuntimeError, SafetensorError, Fault) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        building.rename(folder)
+    except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(building, ignore_errors=True)
-        raise Fault(f"{final} cannot be saved ({error}); the checkpoint before it is whole") from None
+        raise Fault(f"{folder} cannot be saved ({error}); what was saved before is whole") from None
+
+
+def save_adapter(policy, folder: Path):
+    """The adapter in PEFT's format, the base's processor files beside it, copied verbatim."""
+    if RANK == 0:
+        with whole(folder) as building:
+            write_adapter(policy, building)
+
+
+def write_adapter(policy, folder: Path):
+    policy.vlm.save_pretrained(folder)
+    for file in model_folder(policy.args.model).iterdir():
+        if any(fnmatch.fnmatch(file.name, pattern) for pattern in PROCESSOR_FILES):
+            (shutil.copytree if file.is_dir() else shutil.copyfile)(file, folder / file.name)
+
+
+def save_checkpoint(folder: Path, policy, optimizer, state: dict):
+    """checkpoints/UPDATE: adapter, value head, and the rest in state.pt; older ones go when it is whole."""
+    state = state | {"agents": sum(gather(state["agents"]), []), "optimizer": optimizer.state_dict()}
+    final = folder / "checkpoints" / f"{state['update']:06d}"
+    if RANK or final.exists():
+        return
+    with whole(final) as building:
+        write_adapter(policy, building)
+        save_file(policy.value_head.state_dict(), building / "value_head.safetensors")
+        torch.save(state, building / "state.pt")
     for older in set(final.parent.iterdir()) - {final}:
         shutil.rmtree(older)
 
 
 def load_checkpoint(checkpoint: Path, policy, optimizer, agents) -> dict:
     """Bring all but the adapter back to where `save_checkpoint` was called. Returns its state."""
-    policy.value_head.load_state_dict(load_file(checkpoint / "value_head.safetensors"))
-    state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
+    try:
+        policy.value_head.load_state_dict(load_file(checkpoint / "value_head.safetensors"))
+        state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(state["optimizer"])
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{checkpoint} is damaged ({reason}); its adapter may still do for --adapter"
+        ) from None
     for agent in agents:  # an episode is a function of its seed and actions
         agent.episode, seed, actions = state["agents"][agent.index]
         agent.reset(seed)
@@ -1292,23 +1324,6 @@ def load_checkpoint(checkpoint: Path, policy, optimizer, agents) -> dict:
             print(f"environment {agent.index} does not repeat itself and starts a new episode")
             agent.next_episode()
     return state
-
-
-def save_adapter(policy, folder: Path):
-    """The adapter in PEFT's format, the base's processor files beside it, copied verbatim."""
-    if RANK:
-        return
-    building = folder.with_name(folder.name + ".new")
-    shutil.rmtree(building, ignore_errors=True)
-    try:
-        policy.vlm.save_pretrained(building)
-        for file in model_folder(policy.args.model).iterdir():
-            if any(fnmatch.fnmatch(file.name, pattern) for pattern in PROCESSOR_FILES):
-                (shutil.copytree if file.is_dir() else shutil.copyfile)(file, building / file.name)
-        shutil.rmtree(folder, ignore_errors=True)
-        building.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise Fault(f"{folder} cannot be saved: {error}") from None
 
 
 class Timer:
@@ -1402,7 +1417,7 @@ class Log:
 
     def __init__(self, args, folder):
         self.args, self.folder, self.bar, self.wandb = args, folder, None, None
-        self.file = open(os.devnull if RANK else folder / "log.jsonl", "ab")
+        self.file = open(os.devnull if RANK else folder / "log.jsonl", "ab", buffering=0)
         if RANK == 0:
             lock(self.file)
 
@@ -1486,11 +1501,12 @@ class Log:
         if samples:
             row |= {"episodes": finished, "samples": self.transcripts(row["update"], samples)}
             self.bar.update()
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
-            self.file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-            self.file.flush()
+            if self.file.write(line) < len(line):
+                raise OSError("the disk is full")
         except OSError as error:
-            raise Fault(f"{self.file.name} cannot be written: {error.strerror}") from None
+            raise Fault(f"{self.file.name} cannot be written: {error}") from None
         self.start = time.perf_counter()  # of the next update
 
     def transcripts(self, update, samples):
