@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 from pathlib import Path
@@ -1584,6 +1585,105 @@ def test_a_world_that_does_not_repeat_itself_starts_new_episodes(tmp_path, model
     assert "environment 0 does not repeat itself" in capsys.readouterr().out
 
 
+# ------------------------------------------------------------------------------------ several processes
+
+
+def torchrun(*words, processes=2, **options):
+    """Run a script in several processes. Returns its exit status, its output and its errors."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    process = start(*launcher, *words, **options)
+    return *process.communicate(), process.returncode
+
+
+def gradients_of_sixteen(model, file):
+    """This process's share of a made-up rollout of 16 environments; saves advantages and gradients."""
+    T, N = 2, 16 // vldac.PROCESSES
+    args = options(model, num_envs=16, minibatch_size=32, micro_batch_size=8, update_epochs=1)
+    args.max_grad_norm = 1e9
+    vldac.join_processes(args)
+    policy = make_policy(model)
+    rng = np.random.default_rng(0)
+    prompts = some_prompts([1 + b % 3 for b in range(16)])
+    responses = [rng.integers(9, 99, 2 + b % 5).tolist() for b in range(T * 16)]
+    rewards, dones = torch.tensor(rng.normal(size=(T, 16))).float(), torch.tensor(rng.random((T, 16)) < 0.3)
+    mine = range(vldac.RANK * N, (vldac.RANK + 1) * N)
+    steps = [(t, n) for t in range(T) for n in mine]
+    rollout, stats = vldac.assess(
+        policy,
+        [prompts[n] for _, n in steps],
+        [responses[16 * t + n] for t, n in steps],
+        rewards[:, mine],
+        dones[:, mine],
+        [prompts[15 - n] for n in mine],
+        args,
+    )
+    optimizer = optimizer_of(policy, lr=1e-9)
+    vldac.update(policy, optimizer, rollout, args, value_only=False)
+    advantages = torch.stack([share.view(T, N) for share in vldac.gather(rollout.advantages)], 1).view(T, 16)
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    if vldac.RANK == 0:
+        del stats["kl_base"]  # a mean over this process's steps, averaged by the log
+        torch.save({"advantages": advantages, "stats": stats, "gradients": gradients}, file)
+
+
+def test_two_processes_of_eight_have_the_gradient_of_one_of_sixteen(tmp_path, model_folder):
+    gradients_of_sixteen(model_folder(), tmp_path / "one")
+    _, err, status = torchrun(ROOT / "test_vldac.py", "gradients", model_folder(), tmp_path / "two")
+    assert status == 0, err
+    one, two = [torch.load(tmp_path / name, weights_only=True) for name in ("one", "two")]
+    torch.testing.assert_close(two["advantages"], one["advantages"])
+    assert two["stats"] == pytest.approx(one["stats"], rel=1e-5)
+    assert any(gradient.abs().max() > 1e-3 for gradient in one["gradients"])
+    torch.testing.assert_close(two["gradients"], one["gradients"], rtol=1e-4, atol=1e-6)
+
+
+TWO = ["--env", "EZPoints", *LONG, "--num_envs", "4", "--num_steps", "2", "--device", "cpu"]
+
+
+def test_a_run_of_two_processes(tmp_path, model_folder):
+    """Totals are totals, seeds differ, one process writes; stopped and resumed, the log is the same."""
+    argv = [ROOT / "vldac.py", *TWO, "--model", model_folder(), "--runs_dir", tmp_path, "--run_name"]
+    out, err, status = torchrun(*argv, "whole")
+    assert status == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
+    assert [row["global_step"] for row in rows] == [0, 8, 16, 16, 24, 32, 32]
+    assert out.count("first prompt:") == 1 and {path.name for path in tmp_path.iterdir()} == {"whole"}
+    seeds = [episode[0] for row in rows for episode in row.get("episodes", [])]
+    assert len(seeds) == len(set(seeds)) and all(row.get("losses/ratio_first", 0) < 1e-4 for row in rows)
+    whole = torch.load(tmp_path / "whole" / "checkpoints" / "000004" / "state.pt", weights_only=True)
+    assert len(whole["agents"]) == 4
+
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    process = start(*launcher, *argv, "part", stderr=subprocess.DEVNULL)
+    for line in process.stdout:
+        if line.split()[:2] == ["16", "steps"]:
+            process.terminate()
+            break
+    process.communicate()
+    assert process.returncode != 0
+    assert len((tmp_path / "part" / "log.jsonl").read_text().splitlines()) < len(rows)
+    _, err, status = torchrun(ROOT / "vldac.py", "--resume", tmp_path / "part")
+    assert status == 0, err
+    again = [json.loads(line) for line in (tmp_path / "part" / "log.jsonl").read_text().splitlines()]
+    assert without_times(again) == without_times(rows)
+    assert files(tmp_path / "whole" / "adapter") == files(tmp_path / "part" / "adapter")
+
+
+class Mortal(Signal):
+    """A world whose second process dies, without a word, in its second episode."""
+
+    def _reset(self):
+        super()._reset()
+        if vldac.RANK == 1 and self.np_random_seed == vldac.episode_seed(0, 2, 1):
+            os._exit(1)
+
+
+def test_a_process_that_dies_ends_the_run(tmp_path, model_folder):
+    argv = [*TWO, "--env", "test_vldac:Mortal", "--model", model_folder(), "--runs_dir", tmp_path]
+    _, err, status = torchrun(ROOT / "vldac.py", *argv, cwd=ROOT)
+    assert status != 0 and "exitcode  : 1" in err and "rank      : 1" in err
+
+
 # --------------------------------------------------------------------------------------- hostile output
 
 HOSTILE = [
@@ -1942,3 +2042,53 @@ def test_the_readme_names_every_option_and_deviation():
         assert option in {field.name for field in dataclasses.fields(Args)} | {"help"}
     for name in re.findall(r"`vldac\.(?!py)(\w+)", README):
         assert hasattr(vldac, name)
+
+
+# --------------------------------------------------------------------------------- not tests: commands
+
+
+def kill_at_random(trials: int, seed=0):
+    """Kill one run (SIGKILL) at random instants and resume it, `trials` times; then finish and compare.
+
+    python test_vldac.py kill 20        about 6 minutes; prints a line per kill
+    """
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        model = write_model("qwen2_vl", folder / "model")
+        argv = ["--env", "EZPoints", "--model", model, *SMALL, "--save_every", "1", "--device", "cpu"]
+        argv += ["--total_timesteps", str(8 * 20 * trials), "--runs_dir", folder, "--run_name"]
+        print("a run that is left alone, to compare with", flush=True)
+        assert start(ROOT / "vldac.py", *argv, "whole", stdout=None, stderr=None).wait() == 0
+        words, part, survived = [*argv, "part"], folder / "part", 0
+        for trial in range(trials):
+            process = start(ROOT / "vldac.py", *words)
+            for line in process.stdout:
+                if line.startswith("trained:"):  # loaded: the training begins
+                    break
+            try:
+                process.wait(rng.uniform(0, 5))
+                raise SystemExit(f"it ended by itself: {process.communicate()}")
+            except subprocess.TimeoutExpired:
+                process.kill()
+            process.communicate()
+            *lines, last = (part / "log.jsonl").read_bytes().split(b"\n")
+            updates = [json.loads(line)["update"] for line in lines]
+            assert updates == list(range(1, len(updates) + 1)), "an update is torn, missing or repeated"
+            names = sorted(path.name for path in (part / "checkpoints").iterdir())
+            newest = vldac.newest_checkpoint(part)
+            assert torch.load(newest / "state.pt", weights_only=True)["update"] == int(newest.name)
+            survived += 1
+            print(
+                f"kill {trial + 1}: after {len(updates)} updates, torn row {bool(last)}, checkpoints {names}",
+                flush=True,
+            )
+            words = ["--resume", part]
+        assert start(ROOT / "vldac.py", *words, stdout=subprocess.DEVNULL).wait() == 0
+        same_runs(folder / "whole", part)
+        print(f"{survived} of {trials} kills survived; the log equals that of the run that was left alone")
+
+
+if __name__ == "__main__":
+    command, *rest = sys.argv[1:]
+    {"gradients": gradients_of_sixteen, "kill": lambda trials: kill_at_random(int(trials))}[command](*rest)
