@@ -1385,7 +1385,7 @@ def test_only_how_a_run_is_computed_may_change(tmp_path, whole_run, capsys):
 
 def test_the_toy_is_resumed_under_its_name_and_anywhere(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(vldac.warm_start, "__defaults__", (3, 8, 1))
+    monkeypatch.setattr(vldac.warm_start, "__defaults__", (3, 8, 1, 100))
     argv = "--env NumberLine --model tiny --total_timesteps 16 --num_envs 2 --num_steps 4".split()
     argv += "--minibatch_size 8 --eval_episodes 2 --save_every 1".split()
     whole, rows = run(tmp_path, *argv, name="whole")
@@ -1552,15 +1552,14 @@ def limit_file_size():
     [
         (30_000, "checkpoints/000002 cannot be saved"),  # the adapter is larger
         (100_000, "checkpoints/000002 cannot be saved"),  # state.pt is larger
-        (1_000, "log.jsonl cannot be written"),
+        (1_000, "part cannot be written"),
     ],
 )
 def test_a_full_disk(size, what, tmp_path, whole_run, limit_file_size, monkeypatch, capsys):
     """The run says what it could not write, the checkpoint before is whole, and nothing half is left."""
     argv, whole = whole_run()
-    where = "log" if "log" in what else "save_checkpoint"
     with monkeypatch.context() as patch:
-        if where == "log":
+        if "checkpoints" not in what:
             patch.setattr(vldac, "assess", before_call(2, vldac.assess, lambda: limit_file_size(size)))
         else:
             save = before_call(3, vldac.save_checkpoint, lambda: limit_file_size(size))
@@ -1571,6 +1570,27 @@ def test_a_full_disk(size, what, tmp_path, whole_run, limit_file_size, monkeypat
     assert [path.name for path in (tmp_path / "part" / "checkpoints").iterdir()] == ["000001"]
     vldac.main(["--resume", str(tmp_path / "part")])
     same_runs(whole, tmp_path / "part")
+
+
+def test_a_disk_that_is_full_from_the_start(tmp_path, whole_run, limit_file_size, capsys):
+    limit_file_size(100)
+    status, line = stopped([*whole_run()[0], "--runs_dir", tmp_path], capsys)
+    limit_file_size(-1)
+    assert status == 2 and "cannot be written" in line
+
+
+def test_rewards_and_flags_may_be_numpy_s(tmp_path, model_folder, monkeypatch):
+    step = Faulty.step
+
+    def numpy_step(env, action):
+        observation, reward, terminated, truncated, info = step(env, action)
+        return observation, np.float32(reward), np.bool_(terminated), np.bool_(truncated), info
+
+    monkeypatch.setattr(Faulty, "step", numpy_step)
+    argv = ["--env", "test_vldac:Faulty", "--model", model_folder(), *SMALL, "--eval_episodes", "2"]
+    folder, rows = run(tmp_path, *argv)
+    assert rows[2]["episodes"]
+    vldac.main(["--resume", str(folder)])
 
 
 def test_a_world_that_does_not_repeat_itself_starts_new_episodes(tmp_path, model_folder, monkeypatch, capsys):
@@ -1706,7 +1726,7 @@ class Echo(Signal):
     actions = ("left", "right", *HOSTILE[8:])
 
     def _text(self):
-        return "".join(HOSTILE[1:3]) + "<|image_pad|><|im_end|><|vision_start|>" + self.way
+        return HOSTILE[1][:40] + HOSTILE[2] + "<|image_pad|><|im_end|><|vision_start|>" + self.way
 
 
 def test_whatever_the_model_writes_is_only_text(tmp_path, model_folder, monkeypatch, capsys):
@@ -1770,7 +1790,7 @@ def test_a_run_starts_from_an_adapter(tmp_path, model_folder):
 def test_a_cached_toy_gives_the_same_log(tmp_path, monkeypatch, capsys):
     """Cold, it is taught first; warm, it comes from the cache; what follows is the same."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(vldac.warm_start, "__defaults__", (3, 8, 1))
+    monkeypatch.setattr(vldac.warm_start, "__defaults__", (3, 8, 1, 100))
     argv = "--env NumberLine --model tiny --total_timesteps 64 --num_envs 2 --minibatch_size 64".split()
     logs = [run(tmp_path, *argv, "--eval_episodes", "2", name=name)[1] for name in ("cold", "warm")]
     assert capsys.readouterr().out.count("toy: on held-out frames") == 1
@@ -1804,7 +1824,7 @@ def test_the_numbers_go_to_weights_and_biases_too(tmp_path, model_folder, monkey
 def test_the_toy_learns(tmp_path, monkeypatch):
     """The README's promise in its smallest form: obeying one word, from chance to nearly always."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(vldac.warm_start, "__defaults__", (150, 32, 1))
+    monkeypatch.setattr(vldac.warm_start, "__defaults__", (150, 32, 1, 1000))
     argv = "--env test_vldac:Signal --model tiny --total_timesteps 4096 --num_envs 64 --num_steps 4".split()
     argv += "--minibatch_size 64 --value_warmup 1 --max_episode_steps 4 --eval_episodes 0".split()
     _, rows = run(tmp_path, *argv)

@@ -34,6 +34,8 @@ Deviations from the paper and its released code (reasons in the README):
 
     python vldac.py --env OneRoom                  Qwen2-VL-7B where there is a GPU, else a toy model
     python vldac.py --env NumberLine --model tiny  the toy on a card game, no OpenGL needed
+    python vldac.py --resume runs/NAME             go on where a run was stopped or killed
+    torchrun --nproc_per_node=4 vldac.py ...       the same training on four GPUs
     python vldac.py --help                         every option with its default
 """
 
@@ -59,6 +61,7 @@ import time
 import traceback
 import types
 import typing
+import warnings
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
@@ -320,7 +323,7 @@ class VLMPolicy(nn.Module):
             if isinstance(module, nn.Dropout):
                 module.p = 0.0  # deviation 4
         if args.gradient_checkpointing:
-            self.base.gradient_checkpointing_enable()
+            self.base.activation_checkpointing_enable()
 
         text_config = self.base.config.get_text_config()
         if getattr(text_config, "final_logit_softcapping", None):
@@ -332,15 +335,7 @@ class VLMPolicy(nn.Module):
         device = torch.device(args.device).type
         self.autocast = torch.autocast(device, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
-        # A turn ends at the checkpoint's stop ids or the tokenizer's: Gemma 3's own is only among the former.
-        stop = self.base.generation_config.eos_token_id
-        stop = set(stop if isinstance(stop, list) else [stop]) | {self.processor.tokenizer.eos_token_id}
-        self.stop_ids = sorted(stop - {None})
-        # Image and video placeholders would break the next forward pass if they were sampled.
-        names = ("image_token_id", "image_token_index", "video_token_id")
-        self.banned_ids = sorted({getattr(self.base.config, name, None) for name in names} - {None})
-        special = [t for t in self.processor.tokenizer.added_tokens_decoder.values() if t.special]
-        self.marks = re.compile("|".join(re.escape(token.content) for token in special))
+        self.stop_ids, self.banned_ids, self.marks = special_tokens(self.base, self.processor.tokenizer)
         pad = self.processor.tokenizer.pad_token_id
         # Replaced as a whole: the hub's configuration says top_k 1, and fills whatever is left unset.
         self.base.generation_config = GenerationConfig(
@@ -459,11 +454,11 @@ class Agent:
         self.actions.append(action or "")
         with watched(self):
             observation, reward, terminated, truncated, self.info = self.env.step(self.actions[-1])
-        self.total += reward
+        self.total += float(reward)
         self.observations.append(observation)
         self.flagged = "success" in self.info  # else a positive return stands in, under a name of its own
         self.success = bool(self.info.get("success", self.total > 0))
-        return reward, terminated or truncated
+        return float(reward), bool(terminated or truncated)
 
 
 def act(policy, agents, timer):
@@ -637,33 +632,20 @@ def train(args: Args, folder: Path, log):
     N = args.num_envs // PROCESSES  # environments of this process
     agents = [Agent(args, index) for index in range(RANK * N, (RANK + 1) * N)]
     judges = [Agent(args, helpers=True) for _ in range(min(N, args.eval_episodes))]
-    if checkpoint:
-        state = load_checkpoint(checkpoint, policy, optimizer, agents)
-    else:
-        state = {"update": 0, "best": -math.inf, "log": None}
-        for agent in agents:
-            agent.next_episode()
+    state = load_checkpoint(checkpoint, policy, optimizer, agents)
     best = state["best"]
     log.begin(state, num_updates, policy, optimizer, agents[0])
 
-    def alone(part, *inputs):
-        """part(*inputs), the work of one process. If it is stopped in any, all save the update's start."""
-        try:
-            result, failure = part(*inputs), None
-        except (Interrupted, WorldError, torch.OutOfMemoryError) as error:
-            result, failure = None, error
-        if any(gather(failure is not None)):
-            save_checkpoint(folder, policy, optimizer, state)
-            raise failure or Interrupted
-        return result
+    def save():
+        save_checkpoint(folder, policy, optimizer, state)
 
     for u in range(state["update"], num_updates + 1):
         agents_now = [(agent.episode, agent.seed, list(agent.actions)) for agent in agents]
         state = {"update": u, "best": best, "log": log.state(), "agents": agents_now}
         if u % args.save_every == 0 or u == num_updates:
-            save_checkpoint(folder, policy, optimizer, state)
+            save()
         if args.eval_episodes and (u in (0, num_updates) or args.eval_every and u % args.eval_every == 0):
-            scores = summary(gather(alone(evaluate, policy, judges, args)))
+            scores = summary(gather(guarded(save, evaluate, policy, judges, args)))
             log.write({"update": u, "global_step": u * args.num_envs * args.num_steps} | scores)
             if (rate := next(iter(scores.values()))) > best:
                 best = rate
@@ -675,7 +657,7 @@ def train(args: Args, folder: Path, log):
         for group in optimizer.param_groups:
             group["lr"] = cosine(u, num_updates, args.learning_rate, args.final_learning_rate)
         seed_all(episode_seed(args.seed, RANK, u))  # so that a resumed run goes on as if nothing had been
-        *rollout, record = alone(collect, policy, agents, args, timer)
+        *rollout, record = guarded(save, collect, policy, agents, args, timer)
         with timer("score"):
             rollout, stats = assess(policy, *rollout, [agent.prompt() for agent in agents], args)
         with timer("update"):
@@ -689,6 +671,7 @@ def main(argv=None):
     args, folder = None, None
     try:
         args = parse_args(argv)
+        quiet_libraries()
         check_world(args)  # a world that does not work shows before a model is loaded
         join_processes(args)
         folder = open_run(args)
@@ -801,7 +784,7 @@ def tiny(args: Args) -> Path:
     return folder
 
 
-def warm_start(args: Args, folder: Path, steps=600, batch_size=48, rounds=3):
+def warm_start(args: Args, folder: Path, steps=600, batch_size=48, rounds=3, count=6000):
     """Teach a fresh toy to see and speak by imitation, and save it.
 
     It learns to say the caption; the action beside it is uniformly random but for the hint every fourth time.
@@ -809,8 +792,8 @@ def warm_start(args: Args, folder: Path, steps=600, batch_size=48, rounds=3):
     """
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
-    examples = imitation_examples(args, 6000, args.seed)
-    held_out = imitation_examples(args, 512, args.seed + 1)
+    examples = imitation_examples(args, count, args.seed)
+    held_out = imitation_examples(args, min(512, count), args.seed + 1)
 
     def response(caption, hint, actions):
         action = hint if hint and rng.random() < 0.25 else rng.choice(actions)
@@ -1038,11 +1021,11 @@ def watched(agent):
     try:
         yield
     except Exception as error:
-        *_, (file, line, *_) = traceback.extract_tb(error.__traceback__)
-        what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        frame = [f for f in traceback.extract_tb(error.__traceback__) if f.name != "ring"][-1]
+        what = f"{type(error).__name__}: {error} (at {frame.filename}:{frame.lineno})"
         raise WorldError(
-            f"--env {agent.args.env}: {what} (at {file}:{line}; to see it again: "
-            f"env.reset(seed={agent.seed}) and env.step through {json.dumps(agent.actions)})"
+            f"--env {agent.args.env}: {error if isinstance(error, UserError) else what}; to see it again: "
+            f"env.reset(seed={agent.seed}) and env.step through {json.dumps(agent.actions)}"
         ) from error
     finally:
         if seconds:
@@ -1050,6 +1033,18 @@ def watched(agent):
         if seconds and main_thread:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+
+
+def guarded(save, part, *inputs):
+    """part(*inputs), the work of one process. If it is stopped in any of them, all save and leave."""
+    try:
+        result, failure = part(*inputs), None
+    except (Interrupted, WorldError, torch.OutOfMemoryError) as error:
+        result, failure = None, error
+    if any(gather(failure is not None)):
+        save()
+        raise failure or Interrupted
+    return result
 
 
 def not_finite(sums) -> str:
@@ -1067,7 +1062,7 @@ def farewell(error, args, folder) -> int:
     status, words = 1, f"stopped: {error}"
     if isinstance(error, UserError):
         status, words = 2, f"error: {error}"
-        if folder and not args.resume and not newest_checkpoint(folder):
+        if RANK == 0 and folder and not args.resume and not newest_checkpoint(folder):
             shutil.rmtree(folder, ignore_errors=True)  # nothing was begun
     elif isinstance(error, (Interrupted, KeyboardInterrupt)):
         number = signal.Signals(interrupts[0] if interrupts else signal.SIGINT)
@@ -1082,8 +1077,16 @@ def farewell(error, args, folder) -> int:
         traceback.print_exception(error.__cause__)
     if status != 2 and folder:
         words += f". To go on: python vldac.py --resume {folder}"
-    print(f"vldac.py: {words}", file=sys.stderr)
+    if RANK == 0 or status == 1:  # a fault of its own
+        print(f"vldac.py: {words}", file=sys.stderr)
     return int(status)
+
+
+def quiet_libraries():
+    """No progress bars in a file, and no warning that peft asks transformers by an old name."""
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
 
 
 def seed_all(seed):
@@ -1169,6 +1172,18 @@ def model_folder(model: str) -> Path:
     return Path(huggingface_hub.snapshot_download(model, allow_patterns=PROCESSOR_FILES))
 
 
+def special_tokens(base, tokenizer):
+    """The ids that end a turn, the ids that must never be sampled, and a pattern of all special tokens."""
+    # A turn ends at the checkpoint's stop ids or the tokenizer's: Gemma 3's own is only among the former.
+    stop = base.generation_config.eos_token_id
+    stop = set(stop if isinstance(stop, list) else [stop]) | {tokenizer.eos_token_id}
+    # Image and video placeholders would break the next forward pass if they were sampled.
+    names = ("image_token_id", "image_token_index", "video_token_id")
+    banned = {getattr(base.config, name, None) for name in names}
+    special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return sorted(stop - {None}), sorted(banned - {None}), re.compile("|".join(special))
+
+
 def without(marks, messages) -> list[dict]:
     """The same chat without `marks`, a pattern, in its texts: a world may show again what the model wrote.
 
@@ -1234,23 +1249,24 @@ def run_folder(args: Args) -> Path:
 def open_run(args: Args) -> Path:
     """The run folder with args.json and the toy's model in it: a new one, or that of --resume."""
     folder = None
-    if RANK == 0 and args.resume:
-        folder, checkpoint = Path(args.resume), newest_checkpoint(Path(args.resume))
-        print(
-            f"{folder}: {announce(args)}; continues after update {int(checkpoint.name) if checkpoint else 0}"
-        )
-    elif RANK == 0:
-        folder = run_folder(args)
-        print(f"{folder}: {announce(args)}", flush=True)
-        if args.model == "tiny":
-            shutil.copytree(tiny(args), folder / "base")
-    folder = gather(folder)[0]
     if RANK == 0:
+        if args.resume:
+            folder, checkpoint = Path(args.resume), newest_checkpoint(Path(args.resume))
+            words = f"{announce(args)}; continues after update {int(checkpoint.name) if checkpoint else 0}"
+        else:
+            folder, words = run_folder(args), announce(args)
+        print(f"{folder}: {words}", flush=True)
         toy = {"model": "tiny"} if Path(args.model) == folder / "base" else {}
         options = dataclasses.asdict(args) | toy | {"resume": None}
-        (folder / "args.tmp").write_text(json.dumps(options, indent=1))
-        (folder / "args.tmp").replace(folder / "args.json")
+        try:
+            if args.model == "tiny":
+                shutil.copytree(tiny(args), folder / "base")
+            (folder / "args.tmp").write_text(json.dumps(options, indent=1))
+            (folder / "args.tmp").replace(folder / "args.json")  # there only when all before it is
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"the run folder {folder} cannot be written: {error}") from None
         print("options:", *(f"{key}={value}" for key, value in options.items()), flush=True)
+    folder = gather(folder)[0]
     if args.model == "tiny":
         args.model = str(folder / "base")
     return folder
@@ -1274,8 +1290,11 @@ def whole(folder: Path):
         shutil.rmtree(folder, ignore_errors=True)
         building.rename(folder)
     except (OSError, RuntimeError, SafetensorError) as error:
+        free = shutil.disk_usage(folder.parent).free
         shutil.rmtree(building, ignore_errors=True)
-        raise Fault(f"{folder} cannot be saved ({error}); what was saved before is whole") from None
+        raise Fault(
+            f"{folder} cannot be saved ({error}; {free:,} bytes are free); what was saved before is whole"
+        ) from None
 
 
 def save_adapter(policy, folder: Path):
@@ -1286,6 +1305,7 @@ def save_adapter(policy, folder: Path):
 
 
 def write_adapter(policy, folder: Path):
+    policy.vlm.peft_config["default"].base_model_name_or_path = policy.args.model  # a run may have moved
     policy.vlm.save_pretrained(folder)
     for file in model_folder(policy.args.model).iterdir():
         if any(fnmatch.fnmatch(file.name, pattern) for pattern in PROCESSOR_FILES):
@@ -1306,8 +1326,12 @@ def save_checkpoint(folder: Path, policy, optimizer, state: dict):
         shutil.rmtree(older)
 
 
-def load_checkpoint(checkpoint: Path, policy, optimizer, agents) -> dict:
-    """Bring all but the adapter back to where `save_checkpoint` was called. Returns its state."""
+def load_checkpoint(checkpoint: Path | None, policy, optimizer, agents) -> dict:
+    """Bring all but the adapter to where `save_checkpoint` was called, or to the start. Returns the state."""
+    if checkpoint is None:
+        for agent in agents:
+            agent.next_episode()
+        return {"update": 0, "best": -math.inf, "log": (0, [], None)}
     try:
         policy.value_head.load_state_dict(load_file(checkpoint / "value_head.safetensors"))
         state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
@@ -1427,7 +1451,7 @@ class Log:
     def begin(self, state, num_updates, policy, optimizer, agent):
         """Continue from `state`, a checkpoint's; say what is trained."""
         self.policy, self.optimizer, self.agent = policy, optimizer, agent
-        size, recent, wandb_id = state["log"] or (0, [], None)
+        size, recent, wandb_id = state["log"]
         if RANK == 0:
             self.file.truncate(size)  # what came after the checkpoint will be written again
         self.recent = deque(recent, maxlen=100)  # finished episodes: [seed, success, return, length]
@@ -1498,15 +1522,15 @@ class Log:
             for key in shown
         ]
         tqdm.write(f"{row['global_step']:>7} steps  " + "  ".join(words))
-        if samples:
-            row |= {"episodes": finished, "samples": self.transcripts(row["update"], samples)}
-            self.bar.update()
-        line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
+            if samples:
+                row |= {"episodes": finished, "samples": self.transcripts(row["update"], samples)}
+                self.bar.update()
+            line = json.dumps(row, allow_nan=False).encode() + b"\n"
             if self.file.write(line) < len(line):
                 raise OSError("the disk is full")
         except OSError as error:
-            raise Fault(f"{self.file.name} cannot be written: {error}") from None
+            raise Fault(f"{self.folder} cannot be written: {error}") from None
         self.start = time.perf_counter()  # of the next update
 
     def transcripts(self, update, samples):
