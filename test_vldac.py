@@ -19,14 +19,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForImageTextToText,
@@ -41,6 +44,7 @@ from transformers import (
 
 import envs
 import vldac
+from envs import AnyText
 from vldac import Args, VLMPolicy, gae, kl_base, kl_loss, parse_action, policy_loss, step_mean, value_loss
 
 torch.set_num_threads(1)  # the models here are too small to share
@@ -227,7 +231,7 @@ def chat_template(image, start, end):
     )
 
 
-def write_model(family, folder, H=32):
+def write_model(family, folder, H=32, layers=2):
     """A random model of a few thousand parameters whose folder has the traps of the hub's.
 
     A generation_config that samples greedily (top_k 1, temperature 0.01) and ends a turn by either of two,
@@ -249,8 +253,8 @@ def write_model(family, folder, H=32):
     )
     raw.train_from_iterator(["turn left turn right move forward go to the red box"] * 3, trainer)
     ids = {s: raw.token_to_id(s) for s in special}
-    text = dict(hidden_size=H, intermediate_size=2 * H, num_hidden_layers=2, num_attention_heads=2,
-                num_key_value_heads=1, vocab_size=raw.get_vocab_size())  # fmt: skip
+    text = dict(hidden_size=H, intermediate_size=2 * H, num_hidden_layers=layers, num_attention_heads=H // 16,
+                num_key_value_heads=H // 32, vocab_size=raw.get_vocab_size())  # fmt: skip
     vision = dict(
         hidden_size=32,
         intermediate_size=64,
@@ -403,8 +407,8 @@ def some_prompts(counts=(1, 2, 3)):
 def test_sampling_and_scoring_agree(family, model_folder):
     """Left-padded batch = one by one = the sampler's own log-probabilities, first and stop token included."""
     policy = make_policy(model_folder(family), temperature=1.3)
-    prompts = some_prompts()
-    batch = policy.encode(prompts)
+    prompts = [policy.encode(*prompt) for prompt in some_prompts()]
+    batch = policy.batch(prompts)
     policy.eval()
     out = policy.base.generate(
         **batch,
@@ -417,16 +421,16 @@ def test_sampling_and_scoring_agree(family, model_folder):
     # One response cut by the limit, one that ends by each stop id, one that is nothing but a stop id.
     lists = [row[: 3 + i] for i, row in enumerate(responses.tolist())]
     tokens, mask = policy.pad(lists)
-    batched, values, _ = policy(batch, tokens, mask)
+    batched, values, _ = policy(prompts, tokens, mask)
     for i, prompt in enumerate(prompts):
         n = len(lists[i])
         torch.testing.assert_close(batched[i, :n], sampler[i, :n], atol=1e-5, rtol=0)
         for stop in policy.stop_ids:
             ids = lists[i] + [stop]
-            one, value, _ = policy(policy.encode([prompt]), *policy.pad([ids]))
+            one, value, _ = policy([prompt], *policy.pad([ids]))
             torch.testing.assert_close(one[0, :n], batched[i, :n], atol=1e-5, rtol=0)
             torch.testing.assert_close(value[0], values[i], atol=1e-5, rtol=0)
-            padded, _, _ = policy(batch, *policy.pad([ids if j == i else [stop] for j in range(3)]))
+            padded, _, _ = policy(prompts, *policy.pad([ids if j == i else [stop] for j in range(3)]))
             torch.testing.assert_close(padded[i, : n + 1], one[0], atol=1e-5, rtol=0)
 
 
@@ -436,9 +440,9 @@ def test_every_token_but_placeholders_can_be_sampled_and_either_stop_id_ends_a_t
     policy = make_policy(model_folder(family), max_new_tokens=30)
     V = policy.base.config.get_text_config().vocab_size
     assert len(policy.stop_ids) == 2 and policy.banned_ids
-    batch = policy.encode(some_prompts([1]) * 4)
+    prompts = [policy.encode(*some_prompts([1])[0])] * 4
     out = policy.eval().base.generate(
-        **batch,
+        **policy.batch(prompts),
         generation_config=policy.base.generation_config,
         output_scores=True,
         return_dict_in_generate=True,
@@ -452,7 +456,7 @@ def test_every_token_but_placeholders_can_be_sampled_and_either_stop_id_ends_a_t
         bias[stop] = 50.0
         head = policy.base.get_output_embeddings()
         handle = head.register_forward_hook(lambda m, i, o, bias=bias: o + bias)
-        assert policy.sample(batch) == [[stop]] * 4
+        assert policy.sample(prompts) == [[stop]] * 4
         handle.remove()
 
 
@@ -476,27 +480,27 @@ def test_lora_is_on_the_language_model_only(family, model_folder):
 def test_a_frame_costs_few_tokens(family, model_folder):
     policy = make_policy(model_folder(family), max_image_tokens=16)
     frame = np.zeros((600, 800, 3), np.uint8)
-    ids = policy.encode([(some_prompts([1])[0][0], [frame])])["input_ids"]
+    ids = policy.encode(some_prompts([1])[0][0], [frame])["input_ids"]
     assert 1 <= torch.isin(ids, torch.tensor(policy.banned_ids)).sum() <= 16
 
 
 def test_the_value_looks_at_the_prompt_alone(model_folder):
     policy = make_policy(model_folder())
-    batch = policy.encode(some_prompts())
-    _, empty, _ = policy(batch, *policy.pad([[]] * 3))
-    _, full, _ = policy(batch, *policy.pad([[9, 10, 11]] * 3))
+    prompts = [policy.encode(*prompt) for prompt in some_prompts()]
+    _, empty, _ = policy(prompts, *policy.pad([[]] * 3))
+    _, full, _ = policy(prompts, *policy.pad([[9, 10, 11]] * 3))
     torch.testing.assert_close(empty, full, atol=1e-6, rtol=0)
     assert empty.unique().numel() == 3
 
 
 def test_the_entropy_is_that_of_the_softmax(model_folder):
     policy = make_policy(model_folder())
-    batch = policy.encode(some_prompts([2]))
+    prompts = [policy.encode(*some_prompts([2])[0])]
     V = policy.base.config.get_text_config().vocab_size
     allowed = [i for i in range(V) if i not in policy.banned_ids]
-    every = torch.cat([policy(batch, *policy.pad([[i]]))[0][0] for i in allowed])
+    every = torch.cat([policy(prompts, *policy.pad([[i]]))[0][0] for i in allowed])
     assert every.exp().sum().item() == pytest.approx(1, abs=1e-5)
-    assert policy(batch, *policy.pad([[9]]))[2].item() == pytest.approx(
+    assert policy(prompts, *policy.pad([[9]]))[2].item() == pytest.approx(
         -(every.exp() * every).sum().item(), abs=1e-4
     )
 
@@ -507,8 +511,8 @@ def test_the_entropy_is_that_of_the_softmax(model_folder):
 def make_rollout(policy, B=6, seed=0):
     """A rollout of sampled responses, as `train` builds it, with made-up advantages and returns."""
     torch.manual_seed(seed)
-    prompts = some_prompts([1 + b % 3 for b in range(B)])
-    responses = [r[: 2 + b] for b, r in enumerate(policy.sample(policy.encode(prompts)))]
+    prompts = [policy.encode(*prompt) for prompt in some_prompts([1 + b % 3 for b in range(B)])]
+    responses = [r[: 2 + b] for b, r in enumerate(policy.sample(prompts))]
     tokens, mask = policy.pad(responses)
     logprobs, values = vldac.score(policy, prompts, tokens, mask)
     with policy.vlm.disable_adapter():
@@ -557,11 +561,10 @@ def test_the_two_losses_touch_different_weights(model_folder):
     """The value loss leaves every LoRA gradient exactly zero, the policy loss every value-head gradient."""
     policy = make_policy(model_folder())
     rollout = make_rollout(policy)
-    batch = policy.encode(rollout.prompts)
-    _, values, _ = policy(batch, rollout.tokens, rollout.mask)
+    _, values, _ = policy(rollout.prompts, rollout.tokens, rollout.mask)
     adapters, head = gradients(policy, value_loss(values, rollout.returns))
     assert all(g is None or not g.any() for g in adapters) and any(g.any() for g in head)
-    logprobs, values, _ = policy(batch, rollout.tokens, rollout.mask)
+    logprobs, values, _ = policy(rollout.prompts, rollout.tokens, rollout.mask)
     loss = policy_loss(logprobs, rollout.logprobs, rollout.advantages, rollout.mask, 0.1)
     adapters, head = gradients(policy, loss + 0.05 * kl_base(logprobs, rollout.baselogprobs, rollout.mask))
     assert any(g.any() for g in adapters) and all(g is None or not g.any() for g in head)
@@ -627,7 +630,7 @@ def test_unequal_micro_batches_give_the_gradient_of_one(model_folder, micro):
         vldac.update(policy, optimizer_of(policy, lr=0.0), rollout, args, value_only=False)
         grads.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
     assert grads[0].abs().max() > 1e-3
-    torch.testing.assert_close(grads[0], grads[1], atol=1e-6, rtol=0)
+    torch.testing.assert_close(grads[0], grads[1], atol=1e-6, rtol=1e-5)
 
 
 def test_gradient_checkpointing_changes_no_gradient(model_folder):
@@ -1754,7 +1757,7 @@ def test_a_world_cannot_write_the_chat_format(family, model_folder):
         (vldac.build_prompt([{"image": frame, "text": text}], ["go"], text, 0, 9), [frame])
         for text in ("plain", f"{special} \udc80 \x00 {special}")
     ]
-    plain, hostile = [policy.encode([prompt])["input_ids"][0].tolist() for prompt in prompts]
+    plain, hostile = [policy.encode(*prompt)["input_ids"][0].tolist() for prompt in prompts]
     for token in tokenizer.all_special_ids:
         assert plain.count(token) == hostile.count(token)
     assert vldac.score(policy, prompts, *policy.pad([[9], [9]]))[1].isfinite().all()
@@ -2109,6 +2112,155 @@ def kill_at_random(trials: int, seed=0):
         print(f"{survived} of {trials} kills survived; the log equals that of the run that was left alone")
 
 
+class Still(gym.Env):
+    """A simulator that costs nothing: a random frame, and words that bring the prompt to its length."""
+
+    observation_space = gym.spaces.Dict(image=gym.spaces.Box(0, 255, (60, 80, 3), np.uint8), text=AnyText())
+    action_space, words = AnyText(), ""
+
+    def observe(self):
+        frame = self.np_random.integers(0, 256, (60, 80, 3), dtype=np.uint8)
+        info = {"task": "go to the red box", "actions": ACTIONS, "success": False}
+        return {"image": frame, "text": self.words}, info
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observe()
+
+    def step(self, action):
+        observation, info = self.observe()
+        return observation, float(self.np_random.random()), False, False, info
+
+
+SPEED = dict(layers=2, width=64, num_envs=16, num_steps=32, prompt=241, response=32, images=1, micro=8,
+             updates=1, threads=1, peer="", model="", device="cpu", checkpointing=0)  # fmt: skip
+
+
+def measure_speed(*words):
+    """Environment steps per second of whole training: rollout, scoring twice, two epochs; a row per setting.
+
+    python test_vldac.py speed num_envs=1,4,16,64       any of SPEED may be a list
+    python test_vldac.py speed peer=,trl                beside TRL's GRPO trainer (pip install trl datasets)
+
+    A random model, a simulator that costs nothing, responses of exactly `response` tokens, one optimizer
+    step per 16 environment steps. On a CPU the seconds are CPU-seconds.
+    """
+    given = dict(word.split("=") for word in words)
+    lists = {key: str(given.get(key, value)).split(",") for key, value in SPEED.items()}
+    for values in itertools.product(*lists.values()):
+        setting = {k: type(SPEED[k])(v) for k, v in zip(lists, values, strict=True)}
+        torch.set_num_threads(setting["threads"])
+        with tempfile.TemporaryDirectory() as folder:
+            model = setting["model"] or write_model(
+                "qwen2_vl", Path(folder), setting["width"], setting["layers"]
+            )
+            args = Args(
+                env="test_vldac:Still", model=str(model), device=setting["device"],
+                dtype="float32" if setting["device"] == "cpu" else "bfloat16", num_envs=setting["num_envs"],
+                num_steps=setting["num_steps"], max_episode_steps=10**6, num_images=setting["images"],
+                minibatch_size=16, micro_batch_size=setting["micro"], value_hidden=(256, 256),
+                max_new_tokens=setting["response"], gradient_checkpointing=bool(setting["checkpointing"]),
+            )  # fmt: skip
+            row = (speed_of_trl if setting["peer"] else speed_of_vldac)(args, setting)
+        told = {k: v for k, v in setting.items() if len(lists[k]) > 1 or k in given}
+        print("  ".join(f"{k}={v}" for k, v in told.items()), " ", row, flush=True)
+
+
+def clock(device):
+    return time.process_time() if device == "cpu" else torch.cuda.synchronize() or time.perf_counter()
+
+
+def prompts_of(policy, agents, length):
+    """Give the simulators words until a prompt has `length` tokens; the number it then has."""
+    world = importlib.import_module("test_vldac").Still
+    for count in itertools.count():
+        world.words = " a" * count
+        for agent in agents:
+            while len(agent.actions) < agent.args.num_images:  # until the prompt holds all its frames
+                agent.step(None)
+        agents[0].observations[-1]["text"] = world.words
+        tokens = policy.encode(*agents[0].prompt())["input_ids"].shape[1]
+        if tokens >= length:
+            return tokens
+
+
+def speed_of_vldac(args, setting):
+    torch.manual_seed(0)
+    policy = vldac.load_policy(args)
+    policy.base.generation_config.min_new_tokens = args.max_new_tokens
+    optimizer = vldac.make_optimizer(policy, args)
+    agents = [vldac.Agent(args, index) for index in range(args.num_envs)]
+    for agent in agents:
+        agent.next_episode()
+    tokens, timer = prompts_of(policy, agents, setting["prompt"]), vldac.Timer()
+    for u in range(setting["updates"] + 1):  # the first is not counted
+        if u == 1:
+            timer, start = vldac.Timer(), clock(args.device)
+        *rollout, _ = vldac.collect(policy, agents, args, timer)
+        with timer("score"):
+            last_prompts = [policy.encode(*agent.prompt()) for agent in agents]
+            rollout, _ = vldac.assess(policy, *rollout, last_prompts, args)
+        with timer("update"):
+            losses = vldac.update(policy, optimizer, rollout, args, value_only=False)
+    seconds, steps = clock(args.device) - start, args.num_envs * args.num_steps * setting["updates"]
+    if args.device == "cpu":
+        import resource  # Unix only
+
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    else:
+        memory = torch.cuda.max_memory_allocated() / 1e9
+    phases = "  ".join(f"{name} {1e3 * x / steps:.2f}" for name, x in timer.seconds.items())
+    unit = "CPU-second" if args.device == "cpu" else "second"
+    return (
+        f"{steps / seconds:.2f} environment steps per {unit}  (ms per step: {phases})  prompt {tokens} tokens"
+        f"  peak {memory:.2f} GB  ratio_first {losses['ratio_first']:.1e}"
+    )
+
+
+def speed_of_trl(args, setting):
+    """GRPO on single turns: 16 prompts per optimizer step, 2 iterations, a reference model, no value."""
+    import datasets
+    import trl
+    from transformers import TrainerCallback
+
+    policy = vldac.load_policy(args)
+    agent = vldac.Agent(args)
+    agent.next_episode()
+    tokens = prompts_of(policy, [agent], setting["prompt"])
+    steps = args.num_envs * args.num_steps * setting["updates"]
+    rows = []
+    for _ in range(2 * steps // 16):
+        messages, [frame] = agent.prompt()
+        rows.append({"prompt": messages, "image": Image.fromarray(frame)})
+        agent.step(None)
+    warm, times = 4, []  # optimizer steps that are not counted
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            times.append(clock(args.device))
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = trl.GRPOConfig(
+            folder, per_device_train_batch_size=args.micro_batch_size, num_generations=16, num_iterations=2,
+            gradient_accumulation_steps=16 // args.micro_batch_size, beta=0.05, top_k=0, bf16=False,
+            max_completion_length=args.max_new_tokens, use_cpu=args.device == "cpu", disable_tqdm=True,
+            generation_kwargs={"min_new_tokens": args.max_new_tokens}, gradient_checkpointing=False,
+            max_steps=warm + 2 * steps // 16, save_strategy="no", logging_strategy="no", report_to="none",
+        )  # fmt: skip
+        trainer = trl.GRPOTrainer(
+            model=AutoModelForImageTextToText.from_pretrained(args.model),
+            processing_class=vldac.load_processor(args.model, args.max_image_tokens),
+            reward_funcs=lambda completions, **_: [random.random() for _ in completions],
+            train_dataset=datasets.Dataset.from_list(rows), args=config, callbacks=[Clock()],
+            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=vldac.LORA_TARGETS),
+        )  # fmt: skip
+        trainer.train()
+    seconds = times[-1] - times[warm - 1]
+    speed = f"{steps / seconds:.2f} environment steps per CPU-second"
+    return f"{speed}  (TRL {trl.__version__})  prompt {tokens} tokens"
+
+
 if __name__ == "__main__":
     command, *rest = sys.argv[1:]
-    {"gradients": gradients_of_sixteen, "kill": lambda trials: kill_at_random(int(trials))}[command](*rest)
+    kill = lambda trials: kill_at_random(int(trials))  # noqa: E731
+    {"gradients": gradients_of_sixteen, "kill": kill, "speed": measure_speed}[command](*rest)

@@ -75,9 +75,11 @@ import torch.nn as nn
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
@@ -322,6 +324,8 @@ class VLMPolicy(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0  # deviation 4
+            if isinstance(module, BaseTunerLayer):
+                module.cast_input_dtype_enabled = False  # autocast does it, and keeps no fp32 copy of inputs
         if args.gradient_checkpointing:
             self.base.activation_checkpointing_enable()
 
@@ -337,6 +341,7 @@ class VLMPolicy(nn.Module):
 
         self.stop_ids, self.banned_ids, self.marks = special_tokens(self.base, self.processor.tokenizer)
         pad = self.processor.tokenizer.pad_token_id
+        self.pad_id = self.stop_ids[0] if pad is None else pad
         # Replaced as a whole: the hub's configuration says top_k 1, and fills whatever is left unset.
         self.base.generation_config = GenerationConfig(
             do_sample=True,
@@ -347,22 +352,33 @@ class VLMPolicy(nn.Module):
             max_new_tokens=args.max_new_tokens,
             suppress_tokens=self.banned_ids or None,
             eos_token_id=self.stop_ids,
-            pad_token_id=self.stop_ids[0] if pad is None else pad,
+            pad_token_id=self.pad_id,
         )
 
-    def encode(self, prompts):
-        """[(messages, frames)] of B steps -> a left-padded batch: ids and mask (B, P), pixels."""
-        template = self.processor.apply_chat_template
-        chats = [without(self.marks, messages) for messages, _ in prompts]
-        texts = [template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-        images = [[Image.fromarray(frame) for frame in frames] for _, frames in prompts]
-        batch = self.processor(text=texts, images=images, padding=True, return_tensors="pt")
-        return batch.to(self.args.device)
+    def encode(self, messages, frames) -> dict:
+        """One prompt as the model's inputs, on the CPU: ids and mask (1, P), pixels. Once per step."""
+        chat = without(self.marks, messages)
+        text = self.processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        images = [Image.fromarray(frame) for frame in frames]
+        inputs = self.processor(text=[text], images=[images], return_tensors="pt")
+        return dict(inputs.to(getattr(torch, self.args.dtype)))  # pixels; ids stay integers
+
+    def batch(self, prompts) -> dict:
+        """B encoded prompts as one batch on the device: ids and mask (B, P), padded on the left; pixels."""
+        batch = {}
+        for key in prompts[0]:
+            parts = [prompt[key] for prompt in prompts]
+            if all(len(part) == 1 for part in parts):
+                rows, fill = [part[0] for part in parts], self.pad_id if key == "input_ids" else 0
+                parts = [pad_sequence(rows, batch_first=True, padding_value=fill, padding_side="left")]
+            batch[key] = torch.cat(parts).to(self.args.device)  # or all images, one after another
+        return batch
 
     @torch.no_grad()
-    def sample(self, batch) -> list[list[int]]:
+    def sample(self, prompts) -> list[list[int]]:
         """B responses as lists of token ids, each up to and including its first stop id."""
         self.eval()  # in train mode with gradient checkpointing, generate() returns garbage
+        batch = self.batch(prompts)
         with self.autocast:
             output = self.base.generate(**batch, generation_config=self.base.generation_config)
         responses = output[:, batch["input_ids"].shape[1] :]  # (B, R)
@@ -372,8 +388,8 @@ class VLMPolicy(nn.Module):
 
     def pad(self, responses):
         """Lists of token ids -> tokens and mask, both (B, R), right-padded."""
-        R, pad = max(map(len, responses)), self.base.generation_config.pad_token_id
-        tokens = [ids + [pad] * (R - len(ids)) for ids in responses]
+        R = max(map(len, responses))
+        tokens = [ids + [self.pad_id] * (R - len(ids)) for ids in responses]
         mask = [[1] * len(ids) + [0] * (R - len(ids)) for ids in responses]
         return tuple(torch.tensor(x, dtype=torch.long, device=self.args.device) for x in (tokens, mask))
 
@@ -381,13 +397,14 @@ class VLMPolicy(nn.Module):
         """The text of a response without its stop id."""
         return self.processor.tokenizer.decode([token for token in response if token not in self.stop_ids])
 
-    def forward(self, batch, tokens, mask):
+    def forward(self, prompts, tokens, mask):
         """Log-probabilities of responses and values of their prompts.
 
-        batch         from `encode`
+        prompts       B of them, from `encode`
         tokens, mask  (B, R); R may be 0 if only values are wanted
         Returns logprobs (B, R) in nats, 0 where masked; values (B,); entropy (B, R) in nats, no gradient.
         """
+        batch = self.batch(prompts)
         ids = batch["input_ids"]
         P = ids.shape[1]
         inputs = {key: x for key, x in batch.items() if key not in ("input_ids", "attention_mask")}
@@ -465,11 +482,10 @@ def act(policy, agents, timer):
     """One step of every agent. Returns prompts, responses, texts, actions, rewards, dones: a list each."""
     if interrupts:
         raise Interrupted
-    prompts = [agent.prompt() for agent in agents]
     with timer("encode"):
-        batch = policy.encode(prompts)
+        prompts = [policy.encode(*agent.prompt()) for agent in agents]
     with timer("generate"):
-        responses = policy.sample(batch)  # deviation 10
+        responses = policy.sample(prompts)  # deviation 10
     texts = [policy.decode(response) for response in responses]
     actions = [parse_action(text, a.info["actions"]) for text, a in zip(texts, agents, strict=True)]
     with timer("env"):
@@ -484,11 +500,12 @@ def collect(policy, agents, args: Args, timer):
     prompts, responses, record = [], [], {"valid": [], "finished": [], "samples": []}
     rewards, dones = torch.zeros(T, N), torch.zeros(T, N)
     for t in range(T):
+        seen = agents[0].prompt()
         prompts_t, responses_t, texts, actions, rewards_t, dones_t = act(policy, agents, timer)
         prompts, responses = prompts + prompts_t, responses + responses_t
         rewards[t], dones[t] = torch.tensor(rewards_t), torch.tensor(dones_t)
         record["valid"] += [action is not None for action in actions]
-        record["samples"].append((prompts_t[0], texts[0], actions[0], rewards_t[0]))
+        record["samples"].append((seen, texts[0], actions[0], rewards_t[0]))
         for agent, done in zip(agents, dones_t, strict=True):
             if done:
                 record["finished"].append([agent.seed, agent.success, agent.total, len(agent.actions)])
@@ -496,17 +513,22 @@ def collect(policy, agents, args: Args, timer):
     return prompts, responses, rewards, dones, record | {"responses": responses}
 
 
+def micro_batches(prompts, mask, index, size):
+    """The steps `index` in micro-batches of similar lengths, which saves padding: their indices and R."""
+    lengths = torch.tensor([prompt["input_ids"].shape[1] for prompt in prompts]) + mask.sum(1).cpu()
+    for rows in index[lengths[index].argsort(stable=True)].split(size):
+        yield rows, int(mask[rows].sum(1).max())
+
+
 @torch.no_grad()
 def score(policy, prompts, tokens, mask):
     """Log-probabilities (B, R) and values (B,) of B steps, in micro-batches."""
     policy.eval()
-    logprobs, values = torch.zeros(mask.shape, device=mask.device), []
-    for index in torch.arange(len(prompts)).split(policy.args.micro_batch_size):
-        R = int(mask[index].sum(1).max()) if mask.numel() else 0
-        batch = policy.encode([prompts[i] for i in index])
-        logprobs[index, :R], v, _ = policy(batch, tokens[index, :R], mask[index, :R])
-        values.append(v)
-    return logprobs, torch.cat(values)
+    logprobs, values = torch.zeros(mask.shape, device=mask.device), torch.zeros(len(mask), device=mask.device)
+    for index, R in micro_batches(prompts, mask, torch.arange(len(mask)), policy.args.micro_batch_size):
+        some = [prompts[i] for i in index]
+        logprobs[index, :R], values[index], _ = policy(some, tokens[index, :R], mask[index, :R])
+    return logprobs, values
 
 
 # --------------------------------------------------------------------------------------------- the update
@@ -516,7 +538,7 @@ def score(policy, prompts, tokens, mask):
 class Rollout:
     """What an update needs of B = T * N environment steps, flattened from (T, N)."""
 
-    prompts: list  # B times (messages, frames)
+    prompts: list  # B, encoded
     tokens: torch.Tensor  # (B, R)
     mask: torch.Tensor  # (B, R)
     logprobs: torch.Tensor  # (B, R) under the policy that sampled
@@ -559,12 +581,11 @@ def update(policy, optimizer, rollout: Rollout, args: Args, value_only: bool) ->
     for epoch in range(args.update_epochs):
         for k, minibatch in enumerate(torch.randperm(steps).split(args.minibatch_size // PROCESSES)):
             optimizer.zero_grad()
-            for index in minibatch.split(args.micro_batch_size):
-                R = int(rollout.mask[index].sum(1).max())  # without columns that are all padding
+            for index, R in micro_batches(rollout.prompts, rollout.mask, minibatch, args.micro_batch_size):
                 tokens, mask = rollout.tokens[index, :R], rollout.mask[index, :R]
                 logprobs = rollout.logprobs[index, :R]
-                batch = policy.encode([rollout.prompts[i] for i in index])
-                newlogprobs, values, entropy = policy(batch, tokens, mask)
+                prompts = [rollout.prompts[i] for i in index]
+                newlogprobs, values, entropy = policy(prompts, tokens, mask)
 
                 pg_loss = policy_loss(newlogprobs, logprobs, rollout.advantages[index], mask, args.clip_coef)
                 v_loss = value_loss(values, rollout.returns[index])
@@ -659,7 +680,8 @@ def train(args: Args, folder: Path, log):
         seed_all(episode_seed(args.seed, RANK, u))  # so that a resumed run goes on as if nothing had been
         *rollout, record = guarded(save, collect, policy, agents, args, timer)
         with timer("score"):
-            rollout, stats = assess(policy, *rollout, [agent.prompt() for agent in agents], args)
+            last_prompts = [policy.encode(*agent.prompt()) for agent in agents]
+            rollout, stats = assess(policy, *rollout, last_prompts, args)
         with timer("update"):
             losses = update(policy, optimizer, rollout, args, value_only=u < args.value_warmup)
         log.update(u, timer.seconds, losses | stats, record)
@@ -719,15 +741,15 @@ def imitation_examples(args, count, seed):
     return examples
 
 
-def toy_model(args, texts):
-    """A Qwen2-VL of half a million parameters and a processor whose tokenizer is trained on `texts`."""
+def toy_model(args, prompts, responses):
+    """A Qwen2-VL of half a million parameters, and a processor with a tokenizer for such texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     names = "endoftext im_start im_end vision_start vision_end image_pad video_pad".split()
     special = [f"<|{name}|>" for name in names]
-    raw = Tokenizer(models.BPE())  # over whole sentences, so that the fixed parts of a prompt are few tokens
+    raw = Tokenizer(models.BPE())
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytewise])
     raw.decoder = decoders.ByteLevel()
@@ -735,8 +757,11 @@ def toy_model(args, texts):
         vocab_size=512, max_token_length=12, special_tokens=special, show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
-    raw.train_from_iterator(texts, trainer)
+    raw.train_from_iterator(prompts + responses, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=special[2], pad_token=special[0])
+    # What every prompt repeats is a token a line: half the prompt's length, so half the work.
+    fixed = set.intersection(*(set(prompt.splitlines(keepends=True)) for prompt in prompts))
+    tokenizer.add_tokens(["user\n", "assistant\n", *sorted(fixed)])
     pixels = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * args.max_image_tokens}
     images = Qwen2VLImageProcessorPil(size=pixels)
     processor = image_only(transformers.Qwen2VLProcessor)(images, tokenizer, chat_template=CHAT)
@@ -800,10 +825,13 @@ def warm_start(args: Args, folder: Path, steps=600, batch_size=48, rounds=3, cou
         return json.dumps({"thoughts": caption, "action": action})
 
     texts = [prompt[0][0]["content"][-1]["text"] for prompt, *_ in examples[:500]]
-    model, processor = toy_model(args, texts + [response(*rest) for _, *rest in examples[:2000]])
+    model, processor = toy_model(args, texts, [response(*rest) for _, *rest in examples[:2000]])
     toy = VLMPolicy(dataclasses.replace(args, device="cpu", dtype="float32", adapter=None), model, processor)
     for name, parameter in toy.base.named_parameters():
         parameter.requires_grad_("lora_" not in name)
+    examples, held_out = (
+        [(toy.encode(*prompt), *rest) for prompt, *rest in some] for some in (examples, held_out)
+    )
     by_caption = {}
     for example in examples:
         by_caption.setdefault(example[1], []).append(example)
@@ -815,7 +843,7 @@ def warm_start(args: Args, folder: Path, steps=600, batch_size=48, rounds=3, cou
             batch = [rng.choice(rng.choice(kinds)) for _ in range(batch_size)]
             ids = [processor.tokenizer(response(*rest)).input_ids + toy.stop_ids for _, *rest in batch]
             tokens, mask = toy.pad(ids)
-            logprobs, _, _ = toy(toy.encode([prompt for prompt, *_ in batch]), tokens, mask)
+            logprobs, _, _ = toy([prompt for prompt, *_ in batch], tokens, mask)
             optimizer.zero_grad()
             (-step_mean(logprobs, mask)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -823,7 +851,7 @@ def warm_start(args: Args, folder: Path, steps=600, batch_size=48, rounds=3, cou
         parsed, agreed = [], []
         for k in range(0, len(held_out), 64):
             chunk = held_out[k : k + 64]
-            responses = toy.sample(toy.encode([prompt for prompt, *_ in chunk]))
+            responses = toy.sample([prompt for prompt, *_ in chunk])
             for text, (_, caption, _, actions) in zip(map(toy.decode, responses), chunk, strict=True):
                 parsed.append(parse_action(text, actions) is not None)
                 agreed.append(json.dumps(caption) in text)
@@ -1456,7 +1484,7 @@ class Log:
             self.file.truncate(size)  # what came after the checkpoint will be written again
         self.recent = deque(recent, maxlen=100)  # finished episodes: [seed, success, return, length]
         self.start = time.perf_counter()
-        ids = policy.encode([agent.prompt()])["input_ids"]
+        ids = policy.encode(*agent.prompt())["input_ids"]
         frame = torch.isin(ids, torch.tensor(policy.banned_ids, device=ids.device)).sum()
         lora, head = (sum(p.numel() for p in g["params"]) for g in optimizer.param_groups)
         print(f"first prompt: {ids.numel()} tokens, {frame} of them the frame's")
