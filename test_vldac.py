@@ -3,6 +3,7 @@
 Plain `pytest` runs all of it, the modules' doctests and the README's examples included. No network, no GPU.
 """
 
+import contextlib
 import dataclasses
 import doctest
 import importlib.machinery
@@ -22,6 +23,7 @@ import threading
 import time
 import types
 from pathlib import Path
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -641,6 +643,56 @@ def test_gradient_checkpointing_changes_no_gradient(model_folder):
         vldac.update(policy, optimizer_of(policy, lr=0.0), make_rollout(policy), args, value_only=False)
         grads.append(torch.cat([p.grad.flatten() for p in lora(policy)]))
     torch.testing.assert_close(*grads, atol=1e-6, rtol=0)
+
+
+def kept_for_backward(policy, rollout) -> int:
+    """Bytes that a training forward pass keeps, weights aside."""
+    kept, weights = {}, {p.untyped_storage().data_ptr() for p in policy.parameters()}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    policy.train()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        outputs = policy(rollout.prompts, rollout.tokens, rollout.mask)
+    assert outputs[0].requires_grad
+    return sum(size for where, size in kept.items() if where not in weights)
+
+
+def test_gradient_checkpointing_and_half_precision_save_memory(tmp_path):
+    """Checkpointing keeps little more than the layers' inputs; bfloat16 keeps no fp32 copies of LoRA's."""
+    model, kept = str(write_model("qwen2_vl", tmp_path, H=64, layers=8)), {}
+    for name, changes in {
+        "full": {},
+        "checkpointing": {"gradient_checkpointing": True},
+        "half": {"dtype": "bfloat16"},
+    }.items():
+        policy = make_policy(model, **changes)
+        kept[name] = kept_for_backward(policy, make_rollout(policy))
+    for module in policy.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = True  # peft's default
+    copied = kept_for_backward(policy, make_rollout(policy))
+    assert kept["checkpointing"] < 0.25 * kept["full"]
+    assert kept["half"] < 0.9 * copied < kept["full"]
+
+
+def test_micro_batches_hold_every_step_once_and_similar_lengths():
+    rng = np.random.default_rng(0)
+    prompts = [{"input_ids": torch.zeros(1, n)} for n in rng.integers(10, 200, 64)]
+    mask = (torch.arange(30) < torch.as_tensor(rng.integers(1, 31, 64))[:, None]).long()
+    index = torch.randperm(64)[:50]
+    parts = list(vldac.micro_batches(prompts, mask, index, 8))
+    assert sorted(torch.cat([rows for rows, _ in parts]).tolist()) == sorted(index.tolist())
+    assert [len(rows) for rows, _ in parts] == [8] * 6 + [2]
+    assert all(R == mask[rows].sum(1).max() for rows, R in parts)
+
+    def padded(parts):
+        return sum(len(rows) * (max(prompts[i]["input_ids"].shape[1] for i in rows) + R) for rows, R in parts)
+
+    in_order = [(rows, int(mask[rows].sum(1).max())) for rows in index.split(8)]
+    assert padded(parts) < 0.8 * padded(in_order)
 
 
 # ------------------------------------------------------------------------------ the prompt and the parser
@@ -1823,6 +1875,17 @@ def test_the_numbers_go_to_weights_and_biases_too(tmp_path, model_folder, monkey
     assert stop.value.code == 2
 
 
+def test_what_every_prompt_of_the_toy_repeats_is_one_token():
+    prompts = [f"Task: go.\nActions taken: {k}.\nThink." for k in range(20)]
+    args = options("tiny", max_image_tokens=16)
+    tokenizer = vldac.toy_model(args, prompts, ['{"thoughts": "it is ahead"}'])[1].tokenizer
+    ids = tokenizer(prompts[7]).input_ids
+    assert tokenizer.decode(ids) == prompts[7]
+    words = [tokenizer.decode([i]) for i in ids]
+    assert words[0] == "Task: go.\n" and words[-1] == "Think." and "7" in words
+    assert len(tokenizer('{"thoughts": "it is ahead"}').input_ids) > 1  # what it says stays in pieces
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_toy_learns(tmp_path, monkeypatch):
     """The README's promise in its smallest form: obeying one word, from chance to nearly always."""
@@ -2132,8 +2195,8 @@ class Still(gym.Env):
         return observation, float(self.np_random.random()), False, False, info
 
 
-SPEED = dict(layers=2, width=64, num_envs=16, num_steps=32, prompt=241, response=32, images=1, micro=8,
-             updates=1, threads=1, peer="", model="", device="cpu", checkpointing=0)  # fmt: skip
+SPEED = dict(layers=2, width=64, num_envs=16, steps=512, prompt=241, response=32, images=1, micro=8,
+             threads=1, peer="", model="", device="cpu", checkpointing=0)  # fmt: skip
 
 
 def measure_speed(*words):
@@ -2143,31 +2206,29 @@ def measure_speed(*words):
     python test_vldac.py speed peer=,trl                beside TRL's GRPO trainer (pip install trl datasets)
 
     A random model, a simulator that costs nothing, responses of exactly `response` tokens, one optimizer
-    step per 16 environment steps. On a CPU the seconds are CPU-seconds.
+    step per 16 environment steps. On a CPU all times are the processor's.
     """
     given = dict(word.split("=") for word in words)
     lists = {key: str(given.get(key, value)).split(",") for key, value in SPEED.items()}
     for values in itertools.product(*lists.values()):
         setting = {k: type(SPEED[k])(v) for k, v in zip(lists, values, strict=True)}
+        cpu = setting["device"] == "cpu"
         torch.set_num_threads(setting["threads"])
-        with tempfile.TemporaryDirectory() as folder:
-            model = setting["model"] or write_model(
-                "qwen2_vl", Path(folder), setting["width"], setting["layers"]
-            )
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch("time.perf_counter", time.process_time) if cpu else contextlib.nullcontext(),
+        ):
+            shape = setting["width"], setting["layers"]
+            model = setting["model"] or write_model("qwen2_vl", Path(folder), *shape)
             args = Args(
                 env="test_vldac:Still", model=str(model), device=setting["device"],
-                dtype="float32" if setting["device"] == "cpu" else "bfloat16", num_envs=setting["num_envs"],
-                num_steps=setting["num_steps"], max_episode_steps=10**6, num_images=setting["images"],
+                dtype="float32" if cpu else "bfloat16", num_envs=setting["num_envs"],
+                max_episode_steps=10**6, num_images=setting["images"], max_new_tokens=setting["response"],
                 minibatch_size=16, micro_batch_size=setting["micro"], value_hidden=(256, 256),
-                max_new_tokens=setting["response"], gradient_checkpointing=bool(setting["checkpointing"]),
+                gradient_checkpointing=bool(setting["checkpointing"]),
             )  # fmt: skip
             row = (speed_of_trl if setting["peer"] else speed_of_vldac)(args, setting)
-        told = {k: v for k, v in setting.items() if len(lists[k]) > 1 or k in given}
-        print("  ".join(f"{k}={v}" for k, v in told.items()), " ", row, flush=True)
-
-
-def clock(device):
-    return time.process_time() if device == "cpu" else torch.cuda.synchronize() or time.perf_counter()
+        print("  ".join(f"{k}={v}" for k, v in setting.items() if k in given), "", row, flush=True)
 
 
 def prompts_of(policy, agents, length):
@@ -2175,13 +2236,15 @@ def prompts_of(policy, agents, length):
     world = importlib.import_module("test_vldac").Still
     for count in itertools.count():
         world.words = " a" * count
-        for agent in agents:
-            while len(agent.actions) < agent.args.num_images:  # until the prompt holds all its frames
-                agent.step(None)
-        agents[0].observations[-1]["text"] = world.words
-        tokens = policy.encode(*agents[0].prompt())["input_ids"].shape[1]
-        if tokens >= length:
-            return tokens
+        agents[0].step(None)
+        if len(agents[0].observations) == agents[0].args.num_images:
+            tokens = policy.encode(*agents[0].prompt())["input_ids"].shape[1]
+            if tokens >= length:
+                break
+    for agent in agents:
+        for _ in range(agent.args.num_images):
+            agent.step(None)
+    return tokens
 
 
 def speed_of_vldac(args, setting):
@@ -2192,29 +2255,27 @@ def speed_of_vldac(args, setting):
     agents = [vldac.Agent(args, index) for index in range(args.num_envs)]
     for agent in agents:
         agent.next_episode()
-    tokens, timer = prompts_of(policy, agents, setting["prompt"]), vldac.Timer()
-    for u in range(setting["updates"] + 1):  # the first is not counted
-        if u == 1:
-            timer, start = vldac.Timer(), clock(args.device)
+    P, R = prompts_of(policy, agents, setting["prompt"]), args.max_new_tokens
+    for num_steps in (2, setting["steps"] // args.num_envs):  # the first is not counted
+        args.num_steps = num_steps
+        timer, start = vldac.Timer(), time.perf_counter()
         *rollout, _ = vldac.collect(policy, agents, args, timer)
         with timer("score"):
             last_prompts = [policy.encode(*agent.prompt()) for agent in agents]
             rollout, _ = vldac.assess(policy, *rollout, last_prompts, args)
         with timer("update"):
             losses = vldac.update(policy, optimizer, rollout, args, value_only=False)
-    seconds, steps = clock(args.device) - start, args.num_envs * args.num_steps * setting["updates"]
-    if args.device == "cpu":
-        import resource  # Unix only
-
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    else:
-        memory = torch.cuda.max_memory_allocated() / 1e9
-    phases = "  ".join(f"{name} {1e3 * x / steps:.2f}" for name, x in timer.seconds.items())
-    unit = "CPU-second" if args.device == "cpu" else "second"
-    return (
-        f"{steps / seconds:.2f} environment steps per {unit}  (ms per step: {phases})  prompt {tokens} tokens"
-        f"  peak {memory:.2f} GB  ratio_first {losses['ratio_first']:.1e}"
-    )
+    steps, seconds = args.num_envs * args.num_steps, time.perf_counter() - start
+    words = [
+        f"{steps / seconds:.2f} environment steps per second, ms each:",
+        *(f"{name} {1e3 * x / steps:.2f}" for name, x in timer.seconds.items()),
+        f"| {1e3 * timer.seconds['generate'] / args.num_steps / R:.2f} ms per decoding step,",
+        f"{2 * steps * (P + R) / timer.seconds['update']:.0f} tokens/s in the update, prompt {P} tokens,",
+        f"ratio_first {losses['ratio_first']:.0e}",
+    ]
+    if args.device != "cpu":
+        words.append(f"peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
+    return " ".join(words)
 
 
 def speed_of_trl(args, setting):
@@ -2227,8 +2288,7 @@ def speed_of_trl(args, setting):
     agent = vldac.Agent(args)
     agent.next_episode()
     tokens = prompts_of(policy, [agent], setting["prompt"])
-    steps = args.num_envs * args.num_steps * setting["updates"]
-    rows = []
+    steps, rows = setting["steps"], []
     for _ in range(2 * steps // 16):
         messages, [frame] = agent.prompt()
         rows.append({"prompt": messages, "image": Image.fromarray(frame)})
@@ -2237,7 +2297,7 @@ def speed_of_trl(args, setting):
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_, **__):
-            times.append(clock(args.device))
+            times.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as folder:
         config = trl.GRPOConfig(
@@ -2256,8 +2316,9 @@ def speed_of_trl(args, setting):
         )  # fmt: skip
         trainer.train()
     seconds = times[-1] - times[warm - 1]
-    speed = f"{steps / seconds:.2f} environment steps per CPU-second"
-    return f"{speed}  (TRL {trl.__version__})  prompt {tokens} tokens"
+    return (
+        f"{steps / seconds:.2f} environment steps per second (TRL {trl.__version__}), prompt {tokens} tokens"
+    )
 
 
 if __name__ == "__main__":
