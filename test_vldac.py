@@ -45,6 +45,7 @@ from transformers import (
 )
 
 import envs
+import eval as evaluation
 import vldac
 from envs import AnyText
 from vldac import Args, VLMPolicy, gae, kl_base, kl_loss, parse_action, policy_loss, step_mean, value_loss
@@ -53,7 +54,7 @@ torch.set_num_threads(1)  # the models here are too small to share
 ROOT = Path(__file__).parent
 
 
-@pytest.mark.parametrize("module", [vldac, envs], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [vldac, envs, evaluation], ids=lambda m: m.__name__)
 def test_doctests(module):
     result = doctest.testmod(module)
     assert result.attempted > 0 and result.failed == 0
@@ -1485,7 +1486,7 @@ def test_a_checkpoint_cannot_run_code(whole_run, tmp_path, capsys):
 def test_evaluating_changes_nothing_and_the_best_adapter_is_kept(tmp_path, whole_run, monkeypatch):
     argv, _ = whole_run()
     rates = iter([0.2, 0.6, 0.4, 0.6, 0.1])
-    monkeypatch.setattr(vldac, "summary", lambda shares: {"eval/success_rate": next(rates)})
+    monkeypatch.setattr(vldac, "summary", lambda episodes: {"success_rate": next(rates)})
     kept = []
     save = vldac.save_adapter
     monkeypatch.setattr(
@@ -2084,6 +2085,193 @@ def test_precedence_is_command_line_toy_world_default():
     assert args.clip_coef == Args.clip_coef
     args = vldac.parse_args(f"--env NumberLine --model tiny --gamma {Args.gamma} --device cpu".split())
     assert args.gamma == Args.gamma  # given counts, also where it equals the default
+
+
+# -------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory, model_folder):
+    """The folder of a short run on NumberLine whose adapter is not zero."""
+    argv = ["--env", "NumberLine", "--model", model_folder(), *SMALL, "--max_episode_steps", "4"]
+    argv += ["--value_warmup", "0", "--learning_rate", "0.05", "--final_learning_rate", "0.05"]
+    return run(tmp_path_factory.mktemp("runs"), *argv)[0]
+
+
+def evaluated(path, *words):
+    """What eval.py writes."""
+    evaluation.main([*map(str, words), "--out", str(path)])
+    return json.loads(path.read_text())
+
+
+def untimed(result):
+    return {key: value for key, value in result.items() if key != "seconds"}
+
+
+def test_an_evaluation_repeats_itself_and_its_figures_follow_from_its_episodes(finished_run, tmp_path):
+    words = ["--run", finished_run, "--episodes", "7"]
+    for mode in ("sampled", "greedy"):
+        a, b = (evaluated(tmp_path / f"{k}.json", *words, "--mode", mode) for k in range(2))
+        assert untimed(a) == untimed(b)
+        assert [episode["seed"] for episode in a["episodes"]] == list(range(7))
+        assert evaluation.summarize(a["episodes"]) == a["summary"] | {
+            "interval": tuple(a["summary"]["interval"])
+        }
+    batched = evaluated(tmp_path / "c.json", *words, "--mode", "greedy", "--num_envs", "3")
+    assert batched["episodes"] == a["episodes"]  # whatever shares a forward pass
+    base = evaluated(tmp_path / "d.json", *words, "--mode", "greedy", "--adapter", "none")
+    assert base["weights"] is None and len(a["weights"]) == 64
+
+
+@pytest.mark.parametrize("env", ["OneRoom", "Hallway", "NumberLine"])
+def test_the_helper_is_a_ceiling_and_chance_a_floor(env, tmp_path):
+    words = ["--env", env, "--model", "tiny", "--episodes", "25", "--policy"]
+    ceiling, floor = (evaluated(tmp_path / f"{kind}.json", *words, kind) for kind in ("hint", "random"))
+    assert ceiling["summary"]["success_rate"] == 1.0 and ceiling["mode"] == "scripted"
+    assert floor["summary"]["success_rate"] < 0.8
+    again = evaluated(tmp_path / "again.json", *words, "random", "--num_envs", "4")
+    assert again["episodes"] == floor["episodes"]
+
+
+def test_compare_is_paired_and_refuses_what_differs(finished_run, tmp_path, capsys):
+    paths = {}
+    for name, *words in (
+        ["a", "--run", finished_run], ["b", "--max_episode_steps", "4"], ["more", "--episodes", "9"],
+        ["world", "--env", "EZPoints"], ["limit", "--max_episode_steps", "5"],
+    ):  # fmt: skip
+        paths[name] = tmp_path / f"{name}.json"
+        if "--run" not in words:
+            words = ["--policy", "hint", "--model", "tiny", "--env", "NumberLine", *words]
+        evaluated(paths[name], "--episodes", 8, *words)
+    capsys.readouterr()
+    evaluation.main(["--compare", str(paths["a"]), str(paths["a"])])
+    assert "B - A: +0.000 (0 won, 0 lost, exact McNemar p = 1)" in capsys.readouterr().out
+    evaluation.main(["--compare", str(paths["a"]), str(paths["b"])])
+    rates = [json.loads(paths[name].read_text())["summary"]["success_rate"] for name in "ab"]
+    assert f"B - A: {rates[1] - rates[0]:+.3f}" in capsys.readouterr().out
+    for name, reason in {"more": "max_episode_steps, seeds", "world": "env", "limit": "max_ep"}.items():
+        with pytest.raises(SystemExit) as stop:
+            evaluation.main(["--compare", str(paths["b"]), str(paths[name])])
+        assert stop.value.code == 2 and f"differ in {reason}" in capsys.readouterr().err
+
+
+def test_aggregate_is_over_runs_never_over_episodes(finished_run, tmp_path, capsys):
+    result, paths = evaluated(tmp_path / "0.json", "--run", finished_run, "--episodes", 4), []
+    for k, wins in enumerate([1, 2, 4]):
+        for n, episode in enumerate(result["episodes"]):
+            episode["success"] = n < wins
+        changes = {"weights": f"{k}", "summary": evaluation.summarize(result["episodes"])}
+        paths.append(tmp_path / f"{k}.json")
+        paths[k].write_text(json.dumps(result | changes))
+    evaluation.main(["--aggregate", *map(str, paths)])
+    assert "mean 0.583 ± 0.382 over 3 runs" in capsys.readouterr().out  # of 0.25, 0.5 and 1
+    with pytest.raises(SystemExit) as stop:
+        evaluation.main(["--aggregate", str(paths[0]), str(paths[0])])
+    assert stop.value.code == 2 and "same weights" in capsys.readouterr().err
+
+
+def test_an_animation_shows_every_step_and_the_outcome(tmp_path):
+    words = ["--env", "NumberLine", "--model", "tiny", "--policy", "hint", "--episodes", "3", "--gif", "2"]
+    result = evaluated(tmp_path / "r.json", *words)
+    assert sorted(path.name for path in tmp_path.glob("*.gif")) == ["r-0.gif", "r-1.gif"]
+    with Image.open(tmp_path / "r-1.gif") as gif:
+        assert gif.n_frames == result["episodes"][1]["length"] + 1 and gif.size == (640, 320)
+
+
+ALONE = """
+import sys, torch
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+folder, adapter = sys.argv[1:]
+model = AutoModelForImageTextToText.from_pretrained(folder)
+if adapter:
+    from peft import PeftModel
+    model = PeftModel.from_pretrained(model, adapter)
+AutoTokenizer.from_pretrained(adapter or folder), AutoImageProcessor.from_pretrained(adapter or folder)
+assert not {"vldac", "envs", "eval"} & sys.modules.keys()
+print(model.eval()(torch.arange(20, 40)[None]).logits.double().sum().item())
+"""
+
+
+def test_adapter_and_merged_model_open_without_this_project(finished_run, model_folder, tmp_path, capsys):
+    evaluation.main(["--run", str(finished_run), "--merge", str(tmp_path / "merged")])
+    assert "logits within" in capsys.readouterr().out
+    sums = []
+    for argv in ([model_folder(), finished_run / "adapter"], [tmp_path / "merged", ""], [model_folder(), ""]):
+        command = [sys.executable, "-c", ALONE, *map(str, argv)]
+        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+        sums.append(float(done.stdout))
+    assert sums[0] == pytest.approx(sums[1], abs=1e-2) and abs(sums[0] - sums[2]) > 0.1
+    with pytest.raises(SystemExit) as stop:
+        evaluation.main(["--run", str(finished_run), "--merge", str(tmp_path / "merged")])
+    assert stop.value.code == 2 and "exists already" in capsys.readouterr().err
+
+
+def test_a_merge_that_changes_the_answers_is_refused(finished_run, tmp_path, capsys, monkeypatch):
+    def rounded(folder, **options):
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16)
+        return model.float()
+
+    loader = types.SimpleNamespace(from_pretrained=rounded)
+    monkeypatch.setattr(evaluation, "AutoModelForImageTextToText", loader)
+    with pytest.raises(SystemExit) as stop:
+        evaluation.main(["--run", str(finished_run), "--merge", str(tmp_path / "merged")])
+    assert stop.value.code == 2 and "nothing was written" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_learning_curves(finished_run, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    level = tmp_path / "random.json"
+    evaluated(level, "--env", "NumberLine", "--model", "tiny", "--policy", "random", "--episodes", "5")
+    evaluation.main(
+        ["--plot", str(finished_run), str(finished_run), str(level), "--out", str(tmp_path / "c.png")]
+    )
+    with Image.open(tmp_path / "c.png") as picture:
+        assert picture.width > 300
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as stop:
+        evaluation.main(["--plot", str(finished_run)])
+    assert stop.value.code == 2 and "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        ("--run nowhere", "nowhere is not the folder of a run"),
+        ("--run empty", "empty is not the folder of a run"),
+        ("--run torn", "cannot be loaded"),
+        ("--run bare", "is not a folder with an adapter_config.json"),
+        ("--env OneRom --policy hint --model tiny", "did you mean OneRoom"),
+        ("--env NumberLine --model tiny --episodes 0", "--episodes must be between"),
+        ("--env NumberLine --model tiny --policy guess", "invalid choice"),
+        ("--env NumberLine --model tiny --num_envs 0", "--num_envs must be between"),
+        ("--env NumberLine --model tiny --resume x", "unrecognized arguments"),
+        (
+            "--env test_vldac:Signal --model tiny --policy hint --episodes 1 --adapter none --merge x",
+            "needs an adapter",
+        ),
+        ("--compare missing.json missing.json", "missing.json is not a result"),
+        ("--compare empty.json empty.json", "empty.json is not a result"),
+        ("--aggregate other.json", "it was not written by eval.py"),
+        ("--plot empty", "empty is not the folder of a run"),
+        ("--plot missing.json", "missing.json is not a result"),
+    ],
+)
+def test_a_wrong_evaluation_is_one_line(words, reason, finished_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.json").write_text("")
+    (tmp_path / "other.json").write_text("{}")
+    for name in ("torn", "bare"):
+        shutil.copytree(finished_run, tmp_path / name)
+    file = tmp_path / "torn" / "adapter" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:99])
+    shutil.rmtree(tmp_path / "bare" / "adapter")
+    with pytest.raises(SystemExit) as stop:
+        evaluation.main(words.split())
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and reason in error and "Traceback" not in error
+    assert error.splitlines()[-1].startswith("eval.py: error: ") or "usage:" in error
 
 
 # ------------------------------------------------------------------------------------------- the README

@@ -666,8 +666,11 @@ def train(args: Args, folder: Path, log):
         if u % args.save_every == 0 or u == num_updates:
             save()
         if args.eval_episodes and (u in (0, num_updates) or args.eval_every and u % args.eval_every == 0):
-            scores = summary(gather(guarded(save, evaluate, policy, judges, args)))
-            log.write({"update": u, "global_step": u * args.num_envs * args.num_steps} | scores)
+            seed_all(args.seed)
+            seeds = range(RANK, args.eval_episodes, PROCESSES)
+            scores = summary(sum(gather(guarded(save, evaluate, policy, judges, seeds)), []))
+            row = {"update": u, "global_step": u * args.num_envs * args.num_steps}
+            log.write(row | {f"eval/{name}": x for name, x in scores.items()})
             if (rate := next(iter(scores.values()))) > best:
                 best = rate
                 save_adapter(policy, folder / "best")
@@ -870,15 +873,13 @@ def warm_start(args: Args, folder: Path, steps=600, batch_size=48, rounds=3, cou
 # ------------------------------------------------------------------------------------- Appendix: plumbing
 
 
-def parse_args(argv=None) -> Args:
-    """Command line > the toy's options > the world's options > Args."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def add_options(parser, names=None):
+    """The fields of Args (those in `names`); the parsed options hold what was given and nothing else."""
     notes = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Args), re.M))  # the comments above
     for field in dataclasses.fields(Args):
+        if names and field.name not in names:
+            continue
         kind, inner, note = field.type, typing.get_args(field.type), notes.get(field.name, "")
-        # Suppressed defaults: `given` below holds what was given and nothing else.
         options = {"default": argparse.SUPPRESS, "help": f"{note} (default: {field.default})"}
         if typing.get_origin(kind) is Literal:
             options["choices"] = inner
@@ -890,9 +891,21 @@ def parse_args(argv=None) -> Args:
         else:
             options["type"] = inner[0] if inner else kind  # str | None is a str
         parser.add_argument(f"--{field.name}", **options)
+
+
+def parse_args(argv=None) -> Args:
+    """The options of a run, new or resumed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add_options(parser)
     given = vars(parser.parse_args(argv))
-    if folder := given.pop("resume", None):
-        return resumed_args(folder, given)
+    folder = given.pop("resume", None)
+    return resumed_args(folder, given) if folder else resolve(given)
+
+
+def resolve(given: dict) -> Args:
+    """Command line > the toy's options > the world's options > Args."""
     device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
     cuda = device.startswith("cuda")
     model = given.get("model") or ("Qwen/Qwen2-VL-7B-Instruct" if cuda else "tiny")
@@ -1335,7 +1348,11 @@ def save_adapter(policy, folder: Path):
 def write_adapter(policy, folder: Path):
     policy.vlm.peft_config["default"].base_model_name_or_path = policy.args.model  # a run may have moved
     policy.vlm.save_pretrained(folder)
-    for file in model_folder(policy.args.model).iterdir():
+    copy_processor(policy.args.model, folder)
+
+
+def copy_processor(model: str, folder: Path):
+    for file in model_folder(model).iterdir():
         if any(fnmatch.fnmatch(file.name, pattern) for pattern in PROCESSOR_FILES):
             (shutil.copytree if file.is_dir() else shutil.copyfile)(file, folder / file.name)
 
@@ -1403,51 +1420,52 @@ def explained_variance(values, returns) -> float | None:
     return 1 - (returns - values).var().item() / variance if variance > 0 else None
 
 
-def evaluate(policy, agents, args: Args) -> list[tuple]:
-    """Episodes on the fixed seeds 0 ... eval_episodes - 1, sampled as in training; this process's share.
-
-    A tuple each: success, return, length, admissible actions, true thoughts (None without captions), and
-    whether the world tells success.
-    """
-    seed_all(args.seed)
-    seeds, finished, playing = list(range(RANK, args.eval_episodes, PROCESSES))[::-1], [], []
+def evaluate(policy, agents, seeds, step=act) -> list[dict]:
+    """An episode on each seed, as in training; a dict each, by seed. `true` counts true thoughts."""
+    waiting, playing, finished = list(seeds)[::-1], [], []
 
     def start(agent):
-        agent.reset(seeds.pop())
-        agent.valid, agent.true = 0, 0 if "caption" in agent.info else None
+        agent.reset(waiting.pop())
+        agent.counts = {"invalid": 0, "tokens": 0, "true": 0 if "caption" in agent.info else None}
 
-    for agent in agents[: len(seeds)]:
+    for agent in agents[: len(waiting)]:
         start(agent)
         playing.append(agent)
     while playing:
         captions = [json.dumps(agent.info.get("caption")) for agent in playing]
-        _, _, texts, actions, _, dones = act(policy, playing, Timer())
-        for agent, caption, text, action, done in zip(
-            list(playing), captions, texts, actions, dones, strict=True
+        _, responses, texts, actions, _, dones = step(policy, playing, Timer())
+        for agent, caption, response, text, action, done in zip(
+            list(playing), captions, responses, texts, actions, dones, strict=True
         ):
-            agent.valid += action is not None
-            if agent.true is not None:
-                agent.true += caption in text
+            agent.counts["invalid"] += action is None
+            agent.counts["tokens"] += len(response)
+            if agent.counts["true"] is not None:
+                agent.counts["true"] += caption in text
             if done:
-                length = len(agent.actions)
-                finished.append((agent.success, agent.total, length, agent.valid, agent.true, agent.flagged))
-                start(agent) if seeds else playing.remove(agent)
-    return finished
+                episode = {"seed": agent.seed, "success": agent.success, "return": agent.total}
+                finished.append(
+                    episode | {"length": len(agent.actions), "flagged": agent.flagged} | agent.counts
+                )
+                start(agent) if waiting else playing.remove(agent)
+    return sorted(finished, key=lambda episode: episode["seed"])
 
 
-def summary(shares) -> dict[str, float]:
-    """Means over the episodes of `evaluate` in all processes; the rate of success comes first."""
-    success, returned, length, valid, true, flagged = zip(*sum(shares, []), strict=True)
-    steps, name = sum(length), "success_rate" if all(flagged) else "positive_return"
+def summary(episodes) -> dict[str, float]:
+    """Means over the episodes of `evaluate`; the rate of success comes first."""
+    success, returned, length, invalid, true, flagged = (
+        [episode[key] for episode in episodes]
+        for key in ("success", "return", "length", "invalid", "true", "flagged")
+    )
+    steps = sum(length)
     result = {
-        name: np.mean(success),
+        "success_rate" if all(flagged) else "positive_return": np.mean(success),
         "episodic_return": np.mean(returned),
         "episodic_length": np.mean(length),
+        "invalid_action_rate": sum(invalid) / steps,
     }
-    result["invalid_action_rate"] = 1 - sum(valid) / steps
     if None not in true:  # the share of thoughts that state the true caption, as the toy was taught
         result["thought_agreement"] = sum(true) / steps
-    return {f"eval/{key}": float(x) for key, x in result.items()}
+    return {key: float(x) for key, x in result.items()}
 
 
 def lock(file):

@@ -1,0 +1,446 @@
+"""How good is it, really: success on fixed seeds with intervals, comparisons, curves, episodes to look at.
+
+    python eval.py --run runs/NAME                     the run's adapter on its own world, 200 episodes
+    python eval.py --run runs/NAME --adapter none      the model it started from, on the same episodes
+    python eval.py --env OneRoom --model NAME          any model; --adapter FOLDER: with an adapter
+    python eval.py --env OneRoom --policy hint         the scripted helper (a ceiling); random: the floor
+    python eval.py --compare A.json B.json             paired difference, exact McNemar test
+    python eval.py --aggregate A.json B.json ...       mean and deviation over training runs
+    python eval.py --plot runs/A runs/B random.json    learning curves, results as lines; to --out FILE
+    python eval.py --run runs/NAME --merge FOLDER      the adapter merged into its base in fp32, checked
+
+Episodes are played by the code that trains, on seeds 0, 1, 2, ..., which training never draws. Options of
+vldac.py that describe the world and the model are taken too; they win over the run's own.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import random
+import shutil
+import statistics
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import peft
+import torch
+import transformers
+from PIL import Image, ImageDraw, ImageFont
+from tqdm import tqdm
+from transformers import AutoModelForImageTextToText, GenerationConfig
+
+import vldac
+from envs import UserError
+
+# ------------------------------------------------------------------------------------------ the statistics
+
+
+def wilson(successes, n, z=1.96):
+    """95 % confidence interval (low, high) of a rate (Wilson 1927). It never leaves [0, 1].
+
+    >>> [round(x, 3) for x in wilson(25, 100)], [round(x, 3) for x in wilson(100, 100)]
+    ([0.175, 0.343], [0.963, 1.0])
+    """
+    p, d = successes / n, 1 + z * z / n
+    middle = (p + z * z / (2 * n)) / d
+    half = z / d * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def mcnemar(a, b):
+    """Exact two-sided p of the hypothesis that two players succeed equally often on the same seeds.
+
+    Only seeds on which they differ count: under the hypothesis each is a fair coin (McNemar 1947).
+
+    >>> round(mcnemar([0] * 8 + [1] * 2, [1] * 8 + [0] * 2), 4)  # 8 won, 2 lost: 2 * (1 + 10 + 45) / 2^10
+    0.1094
+    """
+    won, lost = sum(x < y for x, y in zip(a, b, strict=True)), sum(x > y for x, y in zip(a, b, strict=True))
+    tail = sum(math.comb(won + lost, k) for k in range(min(won, lost) + 1))
+    return min(1.0, 2 * tail / 2 ** (won + lost))
+
+
+def standard_error(values):
+    """Of the mean; None for a single value.
+
+    >>> round(standard_error([1.0, 2.0, 3.0]), 4), standard_error([1.0])
+    (0.5774, None)
+    """
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def summarize(episodes) -> dict:
+    """Every figure of a table, from the episodes of a result."""
+    n, result = len(episodes), vldac.summary(episodes)
+    successes = sum(episode["success"] for episode in episodes)
+    result["interval"] = wilson(successes, n)
+    result["episodic_return_error"] = standard_error([episode["return"] for episode in episodes])
+    steps = sum(episode["length"] for episode in episodes)
+    result["response_tokens"] = sum(episode["tokens"] for episode in episodes) / steps
+    return result
+
+
+# --------------------------------------------------------------------------------------------- the episodes
+
+
+def scripted(kind):
+    """A step like `vldac.act`, for a player without a model: random actions, or the world's hints."""
+
+    def step(_, agents, __):
+        actions = []
+        for agent in agents:
+            if kind == "hint" and "hint" not in agent.info:
+                raise UserError(f"--policy hint: {agent.args.env} gives no hint")
+            choice = random.Random(f"{agent.seed} {len(agent.actions)}").choice(agent.info["actions"])
+            actions.append(agent.info["hint"] if kind == "hint" else choice)
+        texts = [json.dumps({"thoughts": f"({kind})", "action": action}) for action in actions]
+        results = [agent.step(action) for agent, action in zip(agents, actions, strict=True)]
+        return None, [[]] * len(agents), texts, actions, *map(list, zip(*results, strict=True))
+
+    return step
+
+
+def filmed(step, films, count, bar):
+    """The same step; it also keeps what is seen on seeds 0 ... count - 1 and moves the progress bar."""
+
+    def watched(policy, agents, timer):
+        frames = [agent.observations[-1]["image"] for agent in agents]
+        _, _, texts, actions, rewards, dones = result = step(policy, agents, timer)
+        for agent, *shot in zip(agents, frames, texts, actions, rewards, strict=True):
+            if agent.seed < count:
+                films.setdefault(agent.seed, []).append((*shot, agent.observations[-1]["image"]))
+        bar.update(sum(dones))
+        return result
+
+    return watched
+
+
+# What is recorded of the task; two results that are compared must share the first three.
+TASK = ("env", "max_episode_steps", "invalid_reward", "num_images", "max_image_tokens", "max_new_tokens")
+OPTIONS = (*TASK, "model", "adapter", "seed", "device", "dtype", "num_envs", "temperature", "env_timeout")
+
+
+def evaluate(args, given) -> dict:
+    """Play the episodes. Returns the result, and the frames of the first `given.gif`."""
+    start, films, policy, step = time.perf_counter(), {}, None, scripted(given.policy)
+    agents = [vldac.Agent(args, helpers=True) for _ in range(min(given.episodes, args.num_envs))]
+    if given.policy == "model":
+        policy, step = vldac.load_policy(args), vldac.act
+        if given.mode == "greedy":
+            policy.base.generation_config.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
+    vldac.seed_all(args.seed)
+    with tqdm(total=given.episodes, unit="episode", disable=not sys.stderr.isatty()) as bar:
+        episodes = vldac.evaluate(policy, agents, range(given.episodes), filmed(step, films, given.gif, bar))
+    result = {"policy": given.policy, "mode": given.mode, "run": given.run, "model": args.model}
+    if given.policy != "model":
+        result |= {"mode": "scripted", "model": None}
+    result |= {"adapter": args.adapter, "weights": digest(args.adapter)}
+    result |= {"task": {name: getattr(args, name) for name in TASK}}
+    result |= {"seed": args.seed, "num_envs": args.num_envs, "dtype": args.dtype}
+    result |= {"versions": {m.__name__: m.__version__ for m in (torch, transformers, peft, gymnasium)}}
+    result |= {"summary": summarize(episodes), "episodes": episodes, "seconds": time.perf_counter() - start}
+    return result, films
+
+
+def digest(adapter):
+    """SHA-256 of an adapter's weights, so that a result says what it is about."""
+    file = adapter and Path(adapter) / "adapter_model.safetensors"
+    return file and hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def rate_of(summary):
+    """(name, value) of success_rate, or of positive_return in a world that tells no success."""
+    return next(iter(summary.items()))
+
+
+def describe(result) -> str:
+    """A line about a result.
+
+    >>> episode = {"seed": 0, "success": True, "return": 1.0, "length": 4, "flagged": True}
+    >>> episodes = [episode | {"invalid": 1, "tokens": 36, "true": None}] * 2
+    >>> player = {"policy": "model", "mode": "greedy", "adapter": None, "task": {"env": "OneRoom"}}
+    >>> describe(player | {"episodes": episodes, "summary": summarize(episodes)})
+    'OneRoom, base model, greedy, 2 episodes: success 1.000 (0.342-1.000), return 1.000, length 4.0'
+    """
+    s, player = result["summary"], result["policy"]
+    if player == "model":
+        player = f"{result['adapter'] or 'base model'}, {result['mode']}"
+    name, rate = rate_of(s)
+    name = name.removesuffix("_rate").replace("_", " ")
+    return (
+        f"{result['task']['env']}, {player}, {len(result['episodes'])} episodes: {name} {rate:.3f} "
+        f"({s['interval'][0]:.3f}-{s['interval'][1]:.3f}), return {s['episodic_return']:.3f}, "
+        f"length {s['episodic_length']:.1f}"
+    )
+
+
+def write_gif(path, film, episode, task):
+    """An episode as an animation: the frame enlarged; task, thought, action and outcome beside it."""
+    pictures, total = [], 0.0
+    for k, (frame, text, action, reward, _) in enumerate(film, 1):
+        total += reward
+        thought = text.split('"thoughts"')[-1].split('", "action"')[0].strip(' :{"')
+        said = [(task, 13, "gray"), (f"step {k}", 13, "gray"), (thought[:300], 13, "black")]
+        said.append((action, 16, "blue") if action else ("(no admissible action)", 16, "red"))
+        pictures.append(picture(frame, said))
+    outcome = ("success", 16, "green") if episode["success"] else ("no success", 16, "red")
+    end = [(task, 13, "gray"), outcome, (f"{k} steps, return {total:.2f}", 13, "gray")]
+    pictures.append(picture(film[-1][-1], end))
+    durations = [400] * len(film) + [2500]  # milliseconds
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=durations, loop=0)
+
+
+def printable(text) -> str:
+    """The text with signs that a picture cannot show replaced.
+
+    >>> printable("a\\x00b\\ud800")
+    'a?b?'
+    """
+    return "".join(c if c.isprintable() and c.isascii() else "?" for c in text)
+
+
+def picture(frame, said):
+    """A frame enlarged to 320 pixels of height beside paragraphs: (text, font size, colour)."""
+    width = round(frame.shape[1] * 320 / frame.shape[0])
+    canvas = Image.new("RGB", (width + 320, 320), "white")
+    canvas.paste(Image.fromarray(frame).resize((width, 320), Image.Resampling.NEAREST))
+    draw, y = ImageDraw.Draw(canvas), 10
+    for text, size, colour in said:
+        for line in textwrap.wrap(printable(text), 600 // size):
+            draw.text((width + 12, y), line, colour, font=ImageFont.load_default(size=size))
+            y += size + 5
+        y += 10
+    return canvas
+
+
+# ------------------------------------------------------------------------------- results beside each other
+
+
+def load_result(path) -> dict:
+    """A result file; UserError if it is none."""
+    try:
+        result = json.loads(Path(path).read_text())
+        if not isinstance(result, dict) or not {"task", "summary", "episodes"} <= result.keys():
+            raise ValueError("it was not written by eval.py")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a result: {error}") from None
+    return result
+
+
+def compare(path_a, path_b) -> str:
+    """The paired difference of two results on the same episodes."""
+    a, b = load_result(path_a), load_result(path_b)
+    x, y = ([episode["success"] for episode in result["episodes"]] for result in (a, b))
+    differing = [name for name in TASK[:3] if a["task"][name] != b["task"][name]]
+    if [episode["seed"] for episode in a["episodes"]] != [episode["seed"] for episode in b["episodes"]]:
+        differing.append("seeds")
+    if differing:
+        raise UserError(f"{path_a} and {path_b} differ in {', '.join(differing)} and cannot be compared")
+    won, lost = (sum(pair == which for pair in zip(x, y, strict=True)) for which in ((0, 1), (1, 0)))
+    return (
+        f"A: {describe(a)}\nB: {describe(b)}\nB - A: {(sum(y) - sum(x)) / len(x):+.3f} "
+        f"({won} won, {lost} lost, exact McNemar p = {mcnemar(x, y):.2g})"
+    )
+
+
+def aggregate(paths) -> str:
+    """Mean and standard deviation over training runs; episodes of different runs are never pooled."""
+    results = [load_result(path) for path in paths]
+    for name in ("mode", "policy", "task"):
+        if len({json.dumps(result[name]) for result in results}) > 1:
+            raise UserError(f"these results differ in {name}: " + ", ".join(map(str, paths)))
+    if len({json.dumps([result["run"], result["weights"]]) for result in results}) < len(results):
+        raise UserError("two of these results are of the same weights; --aggregate is over training runs")
+    rates = [rate_of(result["summary"])[1] for result in results]
+    deviation = f" ± {statistics.stdev(rates):.3f}" if len(rates) > 1 else ""
+    mean = f"mean {statistics.mean(rates):.3f}{deviation} over {len(rates)} runs"
+    return "\n".join([*map(describe, results), mean])
+
+
+def curves(paths) -> dict:
+    """{world: [(steps, rates), ...]} of the runs in `paths`, {world: [(name, rate), ...]} of the results."""
+    runs, levels = {}, {}
+    for path in map(Path, paths):
+        if path.suffix == ".json":
+            result = load_result(path)
+            name = result["policy"] if result["policy"] != "model" else path.stem
+            levels.setdefault(result["task"]["env"], []).append((name, rate_of(result["summary"])[1]))
+            continue
+        log = path / "log.jsonl" if path.is_dir() else path
+        try:
+            rows = [json.loads(line) for line in log.read_text().splitlines()]
+            args = json.loads((log.parent / "args.json").read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} is not the folder of a run: {error}") from None
+        rates = [row.get("charts/success_rate", row.get("charts/positive_return")) for row in rows]
+        points = [
+            (row["global_step"], rate) for row, rate in zip(rows, rates, strict=True) if rate is not None
+        ]
+        if not points:
+            raise UserError(f"{path} has no success rate yet")
+        runs.setdefault(args["env"], []).append(tuple(zip(*points, strict=True)))
+    return runs, levels
+
+
+def plot(paths, out):
+    """Learning curves: a panel per world, mean and range over its runs, results as dashed lines."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs, levels = curves(paths)
+    if not runs:
+        raise UserError("--plot needs at least one folder of a run")
+    figure, axes = plt.subplots(
+        1, len(runs), figsize=(5 * len(runs), 3.4), squeeze=False, layout="constrained"
+    )
+    for axis, (world, lines) in zip(axes[0], sorted(runs.items()), strict=True):
+        steps = np.unique(np.concatenate([line[0] for line in lines]))  # those that all runs have reached
+        steps = steps[
+            (steps >= max(line[0][0] for line in lines)) & (steps <= min(line[0][-1] for line in lines))
+        ]
+        rates = np.array([np.interp(steps, *line) for line in lines])
+        axis.plot(steps, rates.mean(0), label=f"training, {len(lines)} run{'s' * (len(lines) > 1)}")
+        axis.fill_between(steps, rates.min(0), rates.max(0), alpha=0.25, linewidth=0)
+        for k, (name, rate) in enumerate(levels.get(world, [])):
+            axis.axhline(rate, linestyle="--", color=f"C{k + 1}", label=name)
+        axis.set(title=world, xlabel="environment steps", ylabel="success", ylim=(-0.02, 1.02))
+        axis.legend(loc="lower right")
+    figure.savefig(out, dpi=120)
+    print(out)
+
+
+def merge(args, folder):
+    """Write base + adapter as one model, in fp32; refused unless it answers like the two, to 1e-3."""
+    if args.adapter is None:
+        raise UserError("--merge needs an adapter: --run runs/NAME or --adapter FOLDER")
+    if folder.exists():
+        raise UserError(f"{folder} exists already")
+    args = dataclasses.replace(args, device="cpu", dtype="float32", temperature=1.0)
+    policy, agent = vldac.load_policy(args), vldac.Agent(args)
+    agent.reset(0)
+    prompts = []
+    for k in range(4):  # real prompts, of growing length
+        prompts.append(policy.encode(*agent.prompt()))
+        agent.step(agent.info["actions"][k % len(agent.info["actions"])])
+
+    @torch.no_grad()
+    def answers(model):
+        return model.eval()(**policy.batch(prompts)).logits
+
+    tuned = answers(policy.base)
+    with policy.vlm.disable_adapter():
+        learned = (answers(policy.base) - tuned).abs().max().item()
+    with vldac.whole(folder) as building:
+        merged = policy.vlm.merge_and_unload()
+        merged.generation_config = GenerationConfig.from_pretrained(args.model)
+        merged.save_pretrained(building)
+        vldac.copy_processor(args.model, building)
+        del policy.vlm, policy.base, merged  # before the next one is loaded: 30 GB each at 7B
+        written = AutoModelForImageTextToText.from_pretrained(building, dtype=torch.float32)
+        error = (answers(written) - tuned).abs().max().item()
+        if not error <= 1e-3:
+            shutil.rmtree(building)
+            raise UserError(f"merged, its logits are off by {error:.1e}, over 1e-3: nothing was written")
+    print(f"{folder}: logits within {error:.1e} of base + adapter, up to {learned:.1e} from the base alone.")
+    print("It is float32: loaded as bfloat16, updates smaller than the rounding of its weights are lost.")
+
+
+# --------------------------------------------------------------------------------------------- the program
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--run", help="folder of a run: its options, its model and its adapter")
+    parser.add_argument("--policy", choices=("model", "random", "hint"), default="model")
+    parser.add_argument("--mode", choices=("sampled", "greedy"), default="sampled")
+    parser.add_argument("--episodes", type=int, default=200)
+    parser.add_argument("--gif", type=int, default=0, metavar="K", help="animations of the first K episodes")
+    parser.add_argument("--out", help="file of the result or of the plot")
+    parser.add_argument("--compare", nargs=2, metavar="JSON")
+    parser.add_argument("--aggregate", nargs="+", metavar="JSON")
+    parser.add_argument("--plot", nargs="+", metavar="RUN_OR_JSON")
+    parser.add_argument("--merge", metavar="FOLDER")
+    group = parser.add_argument_group("options of vldac.py")
+    vldac.add_options(group, OPTIONS)
+    given = parser.parse_args(argv)
+    return given, {name: vars(given).pop(name) for name in OPTIONS if name in given}
+
+
+def options_of(given, options) -> vldac.Args:
+    """The run's options, or those of vldac.py, with what was given."""
+    if not 1 <= given.episodes <= 2**30 or given.gif < 0:
+        raise UserError("--episodes must be between 1 and 2^30, --gif at least 0")
+    if given.run and "adapter" not in options:
+        options["adapter"] = str(Path(given.run) / "adapter")
+    if options.get("adapter") == "none":
+        options["adapter"] = None
+    options |= {"num_steps": 1, "minibatch_size": 1, "total_timesteps": 2**31}  # there is no update
+    if given.run:
+        args = dataclasses.replace(vldac.load_args(given.run), **options)
+        vldac.check_args(args)
+    else:
+        args = vldac.resolve(options)
+    if given.policy != "model":
+        args.adapter = None
+    elif args.model == "tiny":
+        args.model = str(vldac.tiny(args))
+    return args
+
+
+def main(argv=None):
+    given, options = parse(argv)
+    try:
+        if given.compare:
+            print(compare(*given.compare))
+        elif given.aggregate:
+            print(aggregate(given.aggregate))
+        elif given.plot:
+            plot(given.plot, given.out or "curves.png")
+        else:
+            args = options_of(given, options)
+            vldac.quiet_libraries()
+            vldac.check_world(args)
+            if given.merge:
+                merge(args, Path(given.merge))
+            else:
+                report(args, given)
+    except (UserError, vldac.Fault, torch.OutOfMemoryError) as error:
+        print(f"eval.py: error: {error}", file=sys.stderr)
+        raise SystemExit(1 if isinstance(error, vldac.Fault) else 2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def report(args, given):
+    """Evaluate, write the result and the animations, and say it in a line."""
+    player = given.policy
+    if player == "model":
+        player = f"{Path(args.adapter).name if args.adapter else 'base'}-{given.mode}"
+    name = f"{args.env.replace(':', '-')}-{player}-{given.episodes}.json"
+    out = Path(given.out) if given.out else Path(given.run or ".") / "eval" / name
+    result, films = evaluate(args, given)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result) + "\n")
+    s = result["summary"]
+    more = f"invalid {s['invalid_action_rate']:.3f}, {s['response_tokens']:.1f} tokens per response"
+    print(f"{describe(result)}, {more} -> {out}")
+    for seed, film in sorted(films.items()):
+        path = out.with_name(f"{out.stem}-{seed}.gif")
+        write_gif(path, film, result["episodes"][seed], args.env)
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
