@@ -2312,8 +2312,10 @@ def test_the_readme_names_every_option_and_deviation():
     """Options and functions it names exist; its deviations are those of vldac.py, number by number."""
     numbers = re.findall(r"^ ?(\d+)\. ", vldac.__doc__, re.M)
     assert re.findall(r"^(\d+)\. \*\*", README, re.M) == numbers
+    known = {field.name for field in dataclasses.fields(Args)} | {"help"}
+    known |= {name for name in vars(evaluation.parse([])[0])}
     for option in re.findall(r"`--(\w+)", README):
-        assert option in {field.name for field in dataclasses.fields(Args)} | {"help"}
+        assert option in known
     for name in re.findall(r"`vldac\.(?!py)(\w+)", README):
         assert hasattr(vldac, name)
 
