@@ -429,7 +429,9 @@ def report(args, given):
     if player == "model":
         player = f"{Path(args.adapter).name if args.adapter else 'base'}-{given.mode}"
     name = f"{args.env.replace(':', '-')}-{player}-{given.episodes}.json"
-    out = Path(given.out) if given.out else Path(given.run or ".") / "eval" / name
+    out = (
+        Path(given.out) if given.out else (Path(given.run) / "eval" if given.run else Path("results")) / name
+    )
     result, films = evaluate(args, given)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result) + "\n")
