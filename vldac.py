@@ -31,6 +31,7 @@ Deviations from the paper and its released code (reasons in the README):
 10. N environments share each forward pass; the released code plays one.
 11. The value loss is not clipped, and no step is treated apart because one of its ratios is large.
 12. The learning rate follows one cosine over the planned updates; the released one rises again.
+13. Environments start spread over an episode: in step, they all time out in one rollout and in others none.
 
     python vldac.py --env OneRoom                  Qwen2-VL-7B where there is a GPU, else a toy model
     python vldac.py --env NumberLine --model tiny  the toy on a card game, no OpenGL needed
@@ -458,6 +459,13 @@ class Agent:
         self.reset(episode_seed(self.args.seed, self.index, self.episode))
         self.episode += 1
 
+    def first_episode(self):
+        """Begins with some actions idled away: the environments are spread over an episode (deviation 13)."""
+        self.next_episode()
+        for _ in range(self.index * self.args.max_episode_steps // self.args.num_envs):
+            if self.step(None)[1]:
+                return self.next_episode()
+
     def prompt(self):
         """(messages, frames) for VLMPolicy.encode."""
         taken = len(self.actions)
@@ -508,7 +516,8 @@ def collect(policy, agents, args: Args, timer):
         record["samples"].append((seen, texts[0], actions[0], rewards_t[0]))
         for agent, done in zip(agents, dones_t, strict=True):
             if done:
-                record["finished"].append([agent.seed, agent.success, agent.total, len(agent.actions)])
+                if agent.episode > 1:
+                    record["finished"].append([agent.seed, agent.success, agent.total, len(agent.actions)])
                 agent.next_episode()
     return prompts, responses, rewards, dones, record | {"responses": responses}
 
@@ -1375,7 +1384,7 @@ def load_checkpoint(checkpoint: Path | None, policy, optimizer, agents) -> dict:
     """Bring all but the adapter to where `save_checkpoint` was called, or to the start. Returns the state."""
     if checkpoint is None:
         for agent in agents:
-            agent.next_episode()
+            agent.first_episode()
         return {"update": 0, "best": -math.inf, "log": (0, [], None)}
     try:
         policy.value_head.load_state_dict(load_file(checkpoint / "value_head.safetensors"))
@@ -1534,8 +1543,9 @@ class Log:
             sum((share[key] for _, share in shares), []) for key in ("finished", "responses", "valid")
         )
         self.recent.extend(finished)
-        # Before every environment could have timed out once, only successes have finished: no rate yet.
-        fair = (u + 1) * args.num_steps >= args.max_episode_steps and len(self.recent) > 0
+        # First episodes, which begin late, do not count. Before every environment could have timed out in
+        # its second, only successes have finished: no rate yet.
+        fair = (u + 1) * args.num_steps >= 2 * args.max_episode_steps and len(self.recent) > 0
         success, returned, length = np.mean([e[1:] for e in self.recent], 0).tolist() if fair else (None,) * 3
         cut = [len(r) == args.max_new_tokens and r[-1] not in self.policy.stop_ids for r in responses]
         row = {
