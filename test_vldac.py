@@ -1222,11 +1222,31 @@ def test_a_run_writes_what_it_says(name, tmp_path, model_folder):
 
 
 def test_the_success_rate_waits_until_failures_can_have_finished(tmp_path, model_folder):
-    """With a limit of 10 and 4 steps per update, only successes can have finished before update 3."""
-    argv = ["--env", "NumberLine", "--model", model_folder(), *SMALL, "--total_timesteps", "32"]
+    """A limit of 10, 4 steps per update: only successes can have ended a second episode before update 5."""
+    argv = ["--env", "NumberLine", "--model", model_folder(), *SMALL, "--total_timesteps", "48"]
     _, rows = run(tmp_path, *argv)
     rates = [row["charts/success_rate"] for row in rows]
-    assert rates[:2] == [None, None] and rates[3] is not None
+    assert rates[:4] == [None] * 4 and rates[5] is not None
+    assert [len(row["episodes"]) for row in rows] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        0,
+    ]  # at 15 and 20; 5 and 10 were the first
+
+
+def test_environments_start_spread_over_an_episode(model_folder):
+    args = options(model_folder(), env="OneRoom", num_envs=4, max_episode_steps=10)
+    agents = [vldac.Agent(args, index) for index in range(4)]
+    for agent in agents:
+        agent.first_episode()
+    assert [len(agent.actions) for agent in agents] == [0, 2, 5, 7]  # of 10
+    assert "Actions left: 3" in str(agents[3].prompt()[0])
+    frames = [agent.observations[-1]["image"] for agent in agents]
+    agents[3].reset(agents[3].seed)
+    assert (agents[3].observations[-1]["image"] == frames[3]).all()  # nothing has happened but time
 
 
 def without_times(rows):
