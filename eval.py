@@ -134,7 +134,6 @@ def evaluate(args, given) -> dict:
         policy, step = vldac.load_policy(args), vldac.act
         if given.mode == "greedy":
             policy.base.generation_config.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
-    vldac.seed_all(args.seed)
     with tqdm(total=given.episodes, unit="episode", disable=not sys.stderr.isatty()) as bar:
         episodes = vldac.evaluate(policy, agents, range(given.episodes), filmed(step, films, given.gif, bar))
     result = {"policy": given.policy, "mode": given.mode, "run": given.run, "model": args.model}

@@ -522,13 +522,6 @@ def collect(policy, agents, args: Args, timer):
     return prompts, responses, rewards, dones, record | {"responses": responses}
 
 
-def micro_batches(prompts, mask, index, size):
-    """The steps `index` in micro-batches of similar lengths, which saves padding: their indices and R."""
-    lengths = torch.tensor([prompt["input_ids"].shape[1] for prompt in prompts]) + mask.sum(1).cpu()
-    for rows in index[lengths[index].argsort(stable=True)].split(size):
-        yield rows, int(mask[rows].sum(1).max())
-
-
 @torch.no_grad()
 def score(policy, prompts, tokens, mask):
     """Log-probabilities (B, R) and values (B,) of B steps, in micro-batches."""
@@ -675,12 +668,8 @@ def train(args: Args, folder: Path, log):
         if u % args.save_every == 0 or u == num_updates:
             save()
         if args.eval_episodes and (u in (0, num_updates) or args.eval_every and u % args.eval_every == 0):
-            seed_all(args.seed)
-            seeds = range(RANK, args.eval_episodes, PROCESSES)
-            scores = summary(sum(gather(guarded(save, evaluate, policy, judges, seeds)), []))
-            row = {"update": u, "global_step": u * args.num_envs * args.num_steps}
-            log.write(row | {f"eval/{name}": x for name, x in scores.items()})
-            if (rate := next(iter(scores.values()))) > best:
+            rate = log.evaluation(u, guarded(save, evaluate, policy, judges, range(args.eval_episodes)))
+            if rate > best:
                 best = rate
                 save_adapter(policy, folder / "best")
         if u == num_updates:
@@ -1163,6 +1152,13 @@ def gather(x) -> list:
     return shares
 
 
+def micro_batches(prompts, mask, index, size):
+    """The steps `index` in micro-batches of similar lengths, which saves padding: their indices and R."""
+    lengths = torch.tensor([prompt["input_ids"].shape[1] for prompt in prompts]) + mask.sum(1).cpu()
+    for rows in index[lengths[index].argsort(stable=True)].split(size):
+        yield rows, int(mask[rows].sum(1).max())
+
+
 def average_gradients(optimizer):
     """The mean over processes, whose minibatches are equally large: the gradient of the whole minibatch."""
     for group in optimizer.param_groups if PROCESSES > 1 else ():
@@ -1430,8 +1426,13 @@ def explained_variance(values, returns) -> float | None:
 
 
 def evaluate(policy, agents, seeds, step=act) -> list[dict]:
-    """An episode on each seed, as in training; a dict each, by seed. `true` counts true thoughts."""
-    waiting, playing, finished = list(seeds)[::-1], [], []
+    """An episode on each seed, as in training; a dict each, by seed. `true` counts true thoughts.
+
+    Of several processes, each plays its share.
+    """
+    if policy is not None:
+        seed_all(policy.args.seed)
+    waiting, playing, finished = list(seeds)[RANK::PROCESSES][::-1], [], []
 
     def start(agent):
         agent.reset(waiting.pop())
@@ -1564,6 +1565,13 @@ class Log:
             f"time/{k}": x for k, x in seconds.items()
         }
         self.write(row, finished, record["samples"][:2])
+
+    def evaluation(self, u, episodes) -> float:
+        """The row of an evaluation before update u, over all processes. Returns the rate of success."""
+        scores = summary(sum(gather(episodes), []))
+        row = {"update": u, "global_step": u * self.args.num_envs * self.args.num_steps}
+        self.write(row | {f"eval/{name}": x for name, x in scores.items()})
+        return next(iter(scores.values()))
 
     def write(self, row, finished=(), samples=()):
         """A row of numbers, finished episodes, and samples: (prompt, response, action, reward)."""
