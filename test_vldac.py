@@ -1699,7 +1699,7 @@ def gradients_of_sixteen(model, file):
     vldac.join_processes(args)
     policy = make_policy(model)
     rng = np.random.default_rng(0)
-    prompts = some_prompts([1 + b % 3 for b in range(16)])
+    prompts = [policy.encode(*prompt) for prompt in some_prompts([1 + b % 3 for b in range(16)])]
     responses = [rng.integers(9, 99, 2 + b % 5).tolist() for b in range(T * 16)]
     rewards, dones = torch.tensor(rng.normal(size=(T, 16))).float(), torch.tensor(rng.random((T, 16)) < 0.3)
     mine = range(vldac.RANK * N, (vldac.RANK + 1) * N)
@@ -1830,7 +1830,8 @@ def test_a_world_cannot_write_the_chat_format(family, model_folder):
         (vldac.build_prompt([{"image": frame, "text": text}], ["go"], text, 0, 9), [frame])
         for text in ("plain", f"{special} \udc80 \x00 {special}")
     ]
-    plain, hostile = [policy.encode(*prompt)["input_ids"][0].tolist() for prompt in prompts]
+    prompts = [policy.encode(*prompt) for prompt in prompts]
+    plain, hostile = (prompt["input_ids"][0].tolist() for prompt in prompts)
     for token in tokenizer.all_special_ids:
         assert plain.count(token) == hostile.count(token)
     assert vldac.score(policy, prompts, *policy.pad([[9], [9]]))[1].isfinite().all()
