@@ -126,8 +126,8 @@ TASK = ("env", "max_episode_steps", "invalid_reward", "num_images", "max_image_t
 OPTIONS = (*TASK, "model", "adapter", "seed", "device", "dtype", "num_envs", "temperature", "env_timeout")
 
 
-def evaluate(args, given) -> dict:
-    """Play the episodes. Returns the result, and the frames of the first `given.gif`."""
+def evaluate(args, given) -> tuple[dict, dict]:
+    """Play the episodes. Returns the result, and what was seen on the first `given.gif` seeds."""
     start, films, policy, step = time.perf_counter(), {}, None, scripted(given.policy)
     agents = [vldac.Agent(args, helpers=True) for _ in range(min(given.episodes, args.num_envs))]
     if given.policy == "model":
@@ -262,7 +262,7 @@ def aggregate(paths) -> str:
     return "\n".join([*map(describe, results), mean])
 
 
-def curves(paths) -> dict:
+def curves(paths) -> tuple[dict, dict]:
     """{world: [(steps, rates), ...]} of the runs in `paths`, {world: [(name, rate), ...]} of the results."""
     runs, levels = {}, {}
     for path in map(Path, paths):
@@ -387,7 +387,11 @@ def options_of(given, options) -> vldac.Args:
         options["adapter"] = None
     options |= {"num_steps": 1, "minibatch_size": 1, "total_timesteps": 2**31}  # there is no update
     if given.run:
-        args = dataclasses.replace(vldac.load_args(given.run), **options)
+        args = vldac.load_args(given.run)
+        if options.get("env", args.env) != args.env:  # another world comes with limits of its own
+            world = vldac.resolve({"env": options["env"], "device": "cpu"})
+            options = {name: getattr(world, name) for name in TASK[1:3]} | options
+        args = dataclasses.replace(args, **options)
         vldac.check_args(args)
     else:
         args = vldac.resolve(options)

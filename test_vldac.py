@@ -2142,6 +2142,13 @@ def test_an_evaluation_repeats_itself_and_its_figures_follow_from_its_episodes(f
     assert batched["episodes"] == a["episodes"]  # whatever shares a forward pass
     base = evaluated(tmp_path / "d.json", *words, "--mode", "greedy", "--adapter", "none")
     assert base["weights"] is None and len(a["weights"]) == 64
+    limits = [
+        evaluated(tmp_path / "e.json", "--run", finished_run, "--episodes", 1, *other)["task"][
+            "max_episode_steps"
+        ]
+        for other in ([], ["--env", "EZPoints"], ["--env", "EZPoints", "--max_episode_steps", 3])
+    ]  # the run's own; another world's own; what was given
+    assert limits == [4, vldac.resolve({"env": "EZPoints", "device": "cpu"}).max_episode_steps, 3]
 
 
 @pytest.mark.parametrize("env", ["OneRoom", "Hallway", "NumberLine"])
@@ -2149,7 +2156,7 @@ def test_the_helper_is_a_ceiling_and_chance_a_floor(env, tmp_path):
     words = ["--env", env, "--model", "tiny", "--episodes", "25", "--policy"]
     ceiling, floor = (evaluated(tmp_path / f"{kind}.json", *words, kind) for kind in ("hint", "random"))
     assert ceiling["summary"]["success_rate"] == 1.0 and ceiling["mode"] == "scripted"
-    assert floor["summary"]["success_rate"] < 0.8
+    assert floor["summary"]["success_rate"] < {"NumberLine": 0.8}.get(env, 0.4)
     again = evaluated(tmp_path / "again.json", *words, "random", "--num_envs", "4")
     assert again["episodes"] == floor["episodes"]
 
