@@ -262,33 +262,53 @@ def aggregate(paths) -> str:
     return "\n".join([*map(describe, results), mean])
 
 
-def curves(paths) -> tuple[dict, dict]:
-    """{world: [(steps, rates), ...]} of the runs in `paths`, {world: [(name, rate), ...]} of the results."""
-    runs, levels = {}, {}
-    for path in map(Path, paths):
-        if path.suffix == ".json":
-            result = load_result(path)
-            name = result["policy"] if result["policy"] != "model" else path.stem
-            levels.setdefault(result["task"]["env"], []).append((name, rate_of(result["summary"])[1]))
-            continue
-        log = path / "log.jsonl" if path.is_dir() else path
-        try:
-            rows = [json.loads(line) for line in log.read_text().splitlines()]
-            args = json.loads((log.parent / "args.json").read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} is not the folder of a run: {error}") from None
-        rates = [row.get("charts/success_rate", row.get("charts/positive_return")) for row in rows]
-        points = [
-            (row["global_step"], rate) for row, rate in zip(rows, rates, strict=True) if rate is not None
-        ]
-        if not points:
-            raise UserError(f"{path} has no success rate yet")
-        runs.setdefault(args["env"], []).append(tuple(zip(*points, strict=True)))
-    return runs, levels
+# Options that do not tell one kind of training from another.
+BOOKKEEPING = {"seed", "run_name", "runs_dir", "resume", "adapter", "eval_episodes", "eval_every"} | vldac.HOW
+
+
+def load_curve(path) -> dict:
+    """What --plot needs of a run, from its folder; UserError if there is nothing yet."""
+    try:
+        rows = [json.loads(line) for line in (path / "log.jsonl").read_text().splitlines()]
+        args = dataclasses.asdict(vldac.Args()) | json.loads((path / "args.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not the folder of a run: {error}") from None
+    rates = [row.get("charts/success_rate", row.get("charts/positive_return")) for row in rows]
+    points = [(row["global_step"], rate) for row, rate in zip(rows, rates, strict=True) if rate is not None]
+    if not points:
+        raise UserError(f"{path} has no success rate yet")
+    steps, rates = map(np.array, zip(*points, strict=True))
+    last = {key: x for row in rows for key, x in row.items()}  # the last value of each
+    return {
+        "world": args["env"],
+        "label": path.name.removesuffix(f"-{args['seed']}"),
+        "kind": json.dumps({key: x for key, x in args.items() if key not in BOOKKEEPING}),
+        "seed": args["seed"],
+        "steps": steps,
+        "rates": rates,
+        "parsed": 1 - last["charts/invalid_action_rate"],
+        "agreement": last.get("eval/thought_agreement"),
+    }
+
+
+def tabulate(runs, start, end) -> list[str]:
+    """A row per run of one world: its success at the end, mean from `start` to `end`, steps to 0.8, text."""
+    rows = []
+    for run in runs:
+        grid = np.linspace(start, end, 1000)
+        mean = np.interp(grid, run["steps"], run["rates"]).mean()
+        solved = run["steps"][run["rates"] >= 0.8]
+        steps = f"{solved[0]:,}" if len(solved) else "never"
+        agreement = "" if run["agreement"] is None else f"{run['agreement']:.3f}"
+        rows.append(
+            f"| {run['world']} | {run['label']} | {run['seed']} | {run['rates'][-1]:.2f} | {mean:.2f} "
+            f"| {steps} | {run['parsed']:.3f} | {agreement} |"
+        )
+    return rows
 
 
 def plot(paths, out):
-    """Learning curves: a panel per world, mean and range over its runs, results as dashed lines."""
+    """Learning curves: a panel per world, mean and range over seeds, results as dashed lines; and a table."""
     try:
         import matplotlib
     except ImportError:
@@ -296,24 +316,37 @@ def plot(paths, out):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    runs, levels = curves(paths)
+    paths = list(map(Path, paths))
+    levels = [(path.stem, load_result(path)) for path in paths if path.suffix == ".json"]
+    runs = [load_curve(path) for path in paths if path.suffix != ".json"]
     if not runs:
         raise UserError("--plot needs at least one folder of a run")
+    worlds = sorted({run["world"] for run in runs})
     figure, axes = plt.subplots(
-        1, len(runs), figsize=(5 * len(runs), 3.4), squeeze=False, layout="constrained"
+        1, len(worlds), figsize=(5 * len(worlds), 3.4), squeeze=False, layout="constrained"
     )
-    for axis, (world, lines) in zip(axes[0], sorted(runs.items()), strict=True):
-        steps = np.unique(np.concatenate([line[0] for line in lines]))  # those that all runs have reached
-        steps = steps[
-            (steps >= max(line[0][0] for line in lines)) & (steps <= min(line[0][-1] for line in lines))
-        ]
-        rates = np.array([np.interp(steps, *line) for line in lines])
-        axis.plot(steps, rates.mean(0), label=f"training, {len(lines)} run{'s' * (len(lines) > 1)}")
-        axis.fill_between(steps, rates.min(0), rates.max(0), alpha=0.25, linewidth=0)
-        for k, (name, rate) in enumerate(levels.get(world, [])):
-            axis.axhline(rate, linestyle="--", color=f"C{k + 1}", label=name)
+    print("| world | run | seed | success at the end | mean | steps to 0.8 | parsed | true thoughts |")
+    print("|---|---|---|---|---|---|---|---|")
+    for axis, world in zip(axes[0], worlds, strict=True):
+        here = [run for run in runs if run["world"] == world]
+        start, end = max(run["steps"][0] for run in here), min(run["steps"][-1] for run in here)
+        steps = np.unique(np.concatenate([run["steps"] for run in here]))
+        steps = steps[(steps >= start) & (steps <= end)]  # those that all runs have reached
+        kinds = list(dict.fromkeys(run["kind"] for run in here))
+        for kind in kinds:
+            same = [run for run in here if run["kind"] == kind]
+            rates = np.array([np.interp(steps, run["steps"], run["rates"]) for run in same])
+            label = same[0]["label"] if len(kinds) > 1 else "training"
+            axis.plot(steps, rates.mean(0), label=f"{label}, {len(same)} run{'s' * (len(same) > 1)}")
+            axis.fill_between(steps, rates.min(0), rates.max(0), alpha=0.2, linewidth=0)
+        levels_here = [(name, result) for name, result in levels if result["task"]["env"] == world]
+        for k, (name, result) in enumerate(levels_here):
+            name = name if result["policy"] == "model" else result["policy"]
+            rate = rate_of(result["summary"])[1]
+            axis.axhline(rate, linestyle="--", color=f"C{len(kinds) + k}", label=name)
         axis.set(title=world, xlabel="environment steps", ylabel="success", ylim=(-0.02, 1.02))
-        axis.legend(loc="lower right")
+        axis.legend(fontsize="small")
+        print("\n".join(tabulate(here, start, end)))
     figure.savefig(out, dpi=120)
     print(out)
 
