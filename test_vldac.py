@@ -464,6 +464,34 @@ def test_every_token_but_placeholders_can_be_sampled_and_either_stop_id_ends_a_t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_features_for_pixels_change_nothing(family, model_folder):
+    """1 to 3 images per prompt, in other batches than those in which they were seen; values and all."""
+    policy = make_policy(model_folder(family))
+    prompts = [policy.encode(*prompt) for prompt in some_prompts((2, 1, 3))]
+    seen = policy.see(prompts)
+    assert not any(key.startswith("pixel") for prompt in seen for key in prompt)
+    tokens, mask = policy.pad([[9, 10, 11], [12], [13, 14]])
+    for index in ([0, 1, 2], [2, 0], [1]):
+        one, other = (policy([x[i] for i in index], tokens[index], mask[index]) for x in (prompts, seen))
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-6)
+    torch.manual_seed(0)
+    responses = policy.sample(prompts)
+    torch.manual_seed(0)
+    blind = mock.Mock(side_effect=AssertionError("it looks again"))
+    with mock.patch.object(policy.base.model, "get_image_features", blind):
+        assert policy.sample(seen) == responses
+
+
+def test_a_vision_tower_with_adapters_looks_every_time(model_folder, tmp_path):
+    base = AutoModelForImageTextToText.from_pretrained(model_folder())
+    config = LoraConfig(r=4, target_modules=r".*\.(q_proj|v_proj|qkv)", init_lora_weights=False)
+    get_peft_model(base, config).save_pretrained(tmp_path)
+    policy = make_policy(model_folder(), adapter=str(tmp_path))
+    prompts = [policy.encode(*prompt) for prompt in some_prompts()]
+    assert all("pixel_values" in prompt for prompt in policy.see(prompts))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_lora_is_on_the_language_model_only(family, model_folder):
     policy = make_policy(model_folder(family))
     names = [name for name, p in policy.vlm.named_parameters() if p.requires_grad]
@@ -520,7 +548,8 @@ def make_rollout(policy, B=6, seed=0):
     logprobs, values = vldac.score(policy, prompts, tokens, mask)
     with policy.vlm.disable_adapter():
         baselogprobs, _ = vldac.score(policy, prompts, tokens, mask)
-    return vldac.Rollout(prompts, tokens, mask, logprobs, baselogprobs, torch.randn(B), torch.randn(B))
+    advantages, returns = torch.randn(2, B)
+    return vldac.Rollout(prompts, tokens, mask, mask, logprobs, baselogprobs, advantages, returns)
 
 
 def optimizer_of(policy, lr=1e-2):
@@ -694,6 +723,134 @@ def test_micro_batches_hold_every_step_once_and_similar_lengths():
 
     in_order = [(rows, int(mask[rows].sum(1).max())) for rows in index.split(8)]
     assert padded(parts) < 0.8 * padded(in_order)
+
+
+# ------------------------------------------------------------------------- what VL-DAC is compared with
+
+
+@pytest.mark.parametrize("thought_coef", [0.0, 0.3, 1.0])
+def test_rl4vlm_equals_the_loop(thought_coef):
+    """exp(lambda * thought + action) per step, clipped once; tokens under the padding may be NaN."""
+    new, old, advantages, mask = random_tokens(6, 5)
+    weights = mask.float()
+    weights[:, :2] *= thought_coef
+    total = 0.0
+    for b in range(6):
+        logratio = sum(weights[b, i].item() * (new[b, i] - old[b, i]).item() for i in range(5))
+        ratio, advantage = math.exp(logratio), advantages[b].item()
+        total -= min(ratio * advantage, min(max(ratio, 0.9), 1.1) * advantage) / 6
+    new = new.detach().masked_fill(mask == 0, math.nan)
+    loss = vldac.rl4vlm_loss(new, old, advantages, weights, 0.1)
+    assert loss.item() == pytest.approx(total, abs=1e-6)
+
+
+def test_a_response_of_one_token_makes_step_and_token_level_equal():
+    new, old, advantages, mask = random_tokens(7, 1)
+    assert vldac.rl4vlm_loss(new, old, advantages, mask, 0.1).equal(
+        policy_loss(new, old, advantages, mask, 0.1)
+    )
+
+
+TALK = '{"thoughts": "the box is ahead", '
+
+
+@pytest.mark.parametrize(
+    "text, thought",
+    [
+        (TALK + '"action": "move"}', TALK),
+        (TALK + '"action": "stay", "action" : "move"}', TALK + '"action": "stay", '),  # the last key counts
+        (TALK + '"act": "move"}', TALK + '"act": "move"}'),  # no key: all is thought
+        ('"action": "move"', ""),
+        ('{"thoughts": "\u65e5\u672c is ahead", "action": 1}', '{"thoughts": "\u65e5\u672c is ahead", '),
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_thought_ends_where_the_action_s_key_begins(family, text, thought, model_folder):
+    policy = make_policy(model_folder(family), thought_coef=0.25)
+    tokenizer = policy.processor.tokenizer
+    rest = tokenizer(text[len(thought) :], add_special_tokens=False).input_ids
+    ids = tokenizer(thought, add_special_tokens=False).input_ids
+    responses = [ids + rest + policy.stop_ids[:1], rest + [9]]
+    assert policy.decode(responses[0]) == text
+    weights = vldac.thought_weights(policy, responses, policy.pad(responses)[1])
+    split = len(ids) if rest else len(responses[0])
+    assert weights[0].tolist() == [0.25] * split + [1.0] * (len(responses[0]) - split)
+    assert (weights[1, len(rest) + 1 :] == 0).all()  # padding
+
+
+def test_a_token_in_which_the_key_begins_belongs_to_the_action():
+    pieces = ['{"thoughts": "x', '", "act', 'ion": "go"}']
+    policy = types.SimpleNamespace(args=types.SimpleNamespace(thought_coef=0.5))
+    policy.decode = lambda ids: "".join(pieces[i] for i in ids)
+    assert vldac.thought_weights(policy, [[0, 1, 2]], torch.ones(1, 3)).tolist() == [[0.5, 1.0, 1.0]]
+
+
+def test_with_lambda_one_no_split_matters(model_folder):
+    policy = make_policy(model_folder(), thought_coef=1.0)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    assert vldac.thought_weights(policy, [[9, 10, 11], [12]], mask).equal(mask.float())
+
+
+def test_leave_one_out_is_the_distance_from_the_others_mean():
+    returns = torch.tensor([[1.0, 4.0, 7.0], [2.0, 2.0, 2.0]])
+    assert vldac.leave_one_out(returns).tolist() == [[1 - 5.5, 4 - 4, 7 - 2.5], [0, 0, 0]]
+
+
+def test_loop_takes_the_mean_over_an_episode_s_tokens_and_drops_groups_without_signal(model_folder):
+    """Two groups of two; the first has equal returns. A whole batch gives LOOP's objective exactly."""
+    policy = make_policy(model_folder(), group_size=2, gamma=0.5)
+    rewards = [[0, 1], [0, 1], [1], [0, 0, 4]]  # returns 0.5, 0.5, 1, 1
+    prompt = policy.encode(*some_prompts([1])[0])
+    responses = [[9 + i] * (1 + i % 3) for i in range(8)]
+    rollout, stats = vldac.assess_groups(policy, [prompt] * 8, responses, rewards, policy.args)
+    assert rollout is None and stats["advantage_std"] == 0
+
+    rewards[3] = [0, 0, 8]  # 2
+    rollout, stats = vldac.assess_groups(policy, [prompt] * 8, responses, rewards, policy.args)
+    kept = responses[4:]  # a step of the third episode, three of the fourth
+    assert [t[m == 1].tolist() for t, m in zip(rollout.tokens, rollout.mask, strict=True)] == kept
+    assert rollout.advantages.tolist() == [-1, 1, 1, 1]
+    new, old = (0.3 * torch.randn(2, *rollout.mask.shape)).unbind()
+    total = 0.0
+    for steps in ([0], [1, 2, 3]):
+        losses = []
+        for b in steps:
+            A = rollout.advantages[b].item()
+            for i in range(len(kept[b])):
+                ratio = math.exp(new[b, i] - old[b, i])
+                losses.append(-min(ratio * A, min(max(ratio, 1 / 1.1), 1.1) * A))
+        total += sum(losses) / len(losses) / 4  # of four episodes, dropped ones included
+    loss = vldac.loop_loss(new, old, rollout.advantages, rollout.weights, 0.1)
+    assert loss.item() == pytest.approx(total, abs=1e-6)
+    new = new.masked_fill(rollout.mask == 0, math.nan)
+    assert vldac.loop_loss(new, old, rollout.advantages, rollout.weights, 0.1).equal(loss)
+
+
+@pytest.mark.parametrize("stop_grad", [True, False])
+def test_without_stop_gradient_the_value_loss_trains_lora_but_not_in_warm_up(stop_grad, model_folder):
+    policy = make_policy(model_folder(), stop_grad=stop_grad, minibatch_size=6)
+    rollout = make_rollout(policy)
+    logprobs, values, _ = policy(rollout.prompts, rollout.tokens, rollout.mask)
+    adapters, head = gradients(policy, value_loss(values, rollout.returns))
+    assert any(g is not None and g.any() for g in adapters) == (not stop_grad)
+    assert any(g.any() for g in head)
+    before = lora_state(policy)
+    for value_only in (True, False):
+        vldac.update(policy, optimizer_of(policy), rollout, policy.args, value_only)
+        assert lora_state(policy).equal(before) == value_only
+
+
+def test_without_kl_the_base_does_not_matter(model_folder):
+    states = {}
+    for kl_coef, shift in itertools.product((0.0, 0.05), (0.0, 1.0)):
+        policy = make_policy(model_folder(), kl_coef=kl_coef, minibatch_size=3)
+        rollout = make_rollout(policy)
+        rollout.baselogprobs -= shift
+        torch.manual_seed(0)
+        vldac.update(policy, optimizer_of(policy), rollout, policy.args, value_only=False)
+        states[kl_coef, shift] = lora_state(policy)
+    assert states[0.0, 0.0].equal(states[0.0, 1.0])
+    assert not states[0.05, 0.0].equal(states[0.05, 1.0])
 
 
 # ------------------------------------------------------------------------------ the prompt and the parser
@@ -1354,6 +1511,33 @@ def test_a_resumed_run_equals_an_uninterrupted_one(env, tmp_path, whole_run, mon
     same_runs(whole, part)
 
 
+@pytest.mark.parametrize("algo", ["rl4vlm", "loop"])
+def test_the_compared_algorithms_are_resumed_too(algo, tmp_path, model_folder, capsys, monkeypatch):
+    argv = ["--algo", algo, "--env", "NumberLine", "--model", model_folder(), *LONG, "--group_size", "2"]
+    argv += "--kl_ref old --value_warmup 1 --total_timesteps 64".split()
+    chosen = lambda text, actions: actions[sum(map(ord, text)) % len(actions)]  # noqa: E731
+    monkeypatch.setattr(vldac, "parse_action", chosen)  # a random model names no action
+    whole, rows = run(tmp_path, *argv, name="whole")
+    part = tmp_path / "part"
+    with monkeypatch.context() as patch:
+        judge = "assess_groups" if algo == "loop" else "assess"
+        patch.setattr(vldac, judge, before_call(2, getattr(vldac, judge), send(signal.SIGTERM)))
+        status, _ = stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
+    assert status == 128 + signal.SIGTERM
+    vldac.main(["--resume", str(part)])
+    same_runs(whole, part)
+    if algo == "loop":  # whole episodes: pairs from the same start, as many as the budget allows
+        updates = [row for row in rows if "episodes" in row]
+        for row in updates:
+            (one, two), lengths = [e[0] for e in row["episodes"]], [e[3] for e in row["episodes"]]
+            assert one == two and row["charts/success_rate"] is not None
+            before = row["global_step"] - sum(lengths)
+            assert before in [0, *(row["global_step"] for row in updates)] and before + 8 <= 64
+        assert updates[-1]["global_step"] + 8 > 64
+        learned = ["losses/policy_loss" in row for row in updates]
+        assert any(learned) and not all(learned)  # one pair had equal returns: nothing to learn from
+
+
 @pytest.mark.parametrize(
     "number, where",
     [
@@ -1951,6 +2135,10 @@ WRONG = [
     ("--env NumberLine --clip_coef inf", "--clip_coef must be between"),
     ("--env NumberLine --temperature 0", "--temperature must be between"),
     ("--env NumberLine --invalid_reward nan", "--invalid_reward must be between"),
+    ("--algo ppo", "invalid choice: 'ppo'"),
+    ("--env NumberLine --algo loop --num_envs 16 --group_size 3", "not a multiple of --group_size"),
+    ("--env NumberLine --algo loop --group_size 1", "--group_size must be between"),
+    ("--env NumberLine --thought_coef 2", "--thought_coef must be between"),
     ("--env NumberLine --num_envs 0", "--num_envs must be between"),
     ("--env NumberLine --num_envs -4", "--num_envs must be between"),
     ("--env NumberLine --num_envs 1000000000", "--num_envs must be between"),
@@ -2450,19 +2638,15 @@ def measure_speed(*words):
 
 
 def prompts_of(policy, agents, length):
-    """Give the simulators words until a prompt has `length` tokens; the number it then has."""
+    """Give the simulators words until every prompt has `length` tokens; the number they then have."""
     world = importlib.import_module("test_vldac").Still
     for count in itertools.count():
         world.words = " a" * count
-        agents[0].step(None)
-        if len(agents[0].observations) == agents[0].args.num_images:
-            tokens = policy.encode(*agents[0].prompt())["input_ids"].shape[1]
-            if tokens >= length:
-                break
-    for agent in agents:
-        for _ in range(agent.args.num_images):
+        for agent in agents:
             agent.step(None)
-    return tokens
+        tokens = policy.encode(*agents[0].prompt())["input_ids"].shape[1]
+        if len(agents[0].observations) == agents[0].args.num_images and tokens >= length:
+            return tokens
 
 
 def speed_of_vldac(args, setting):
@@ -2479,8 +2663,7 @@ def speed_of_vldac(args, setting):
         timer, start = vldac.Timer(), time.perf_counter()
         *rollout, _ = vldac.collect(policy, agents, args, timer)
         with timer("score"):
-            last_prompts = [policy.encode(*agent.prompt()) for agent in agents]
-            rollout, _ = vldac.assess(policy, *rollout, last_prompts, args)
+            rollout, _ = vldac.assess(policy, *rollout, args)
         with timer("update"):
             losses = vldac.update(policy, optimizer, rollout, args, value_only=False)
     steps, seconds = args.num_envs * args.num_steps, time.perf_counter() - start

@@ -35,12 +35,14 @@ Deviations from the paper and its released code (reasons in the README):
 
     python vldac.py --env OneRoom                  Qwen2-VL-7B where there is a GPU, else a toy model
     python vldac.py --env NumberLine --model tiny  the toy on a card game, no OpenGL needed
+    python vldac.py --algo rl4vlm                  what it is compared with (Appendix B); or loop
     python vldac.py --resume runs/NAME             go on where a run was stopped or killed
     torchrun --nproc_per_node=4 vldac.py ...       the same training on four GPUs
     python vldac.py --help                         every option with its default
 """
 
 import argparse
+import bisect
 import contextlib
 import dataclasses
 import faulthandler
@@ -48,6 +50,7 @@ import fnmatch
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import os
@@ -94,6 +97,7 @@ RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE
 class Args:
     """Every option and its default, declared once for the program, the run folder and the tests."""
 
+    algo: Literal["vldac", "rl4vlm", "loop"] = "vldac"  # the others are what it is compared with, Appendix B
     env: str = "OneRoom"  # a world of envs.py, or package.module:callable for your own
     model: str | None = None  # hub name, local folder or "tiny", the toy; default: 7B with CUDA, else tiny
     adapter: str | None = None  # folder of a trained adapter to start from
@@ -124,6 +128,10 @@ class Args:
     kl_coef: float = 0.05  # beta
     kl_ref: Literal["old", "base"] = "base"  # deviation 9
     max_grad_norm: float = 1.0  # of LoRA and of the value head, separately
+    # comparisons
+    stop_grad: bool = True  # false: the value loss trains LoRA too
+    thought_coef: float = 0.5  # lambda of rl4vlm, the weight of a thought's log-probability
+    group_size: int = 4  # K of loop, episodes from the same start
     # model
     lora_rank: int = 16
     lora_alpha: int = 32
@@ -171,6 +179,9 @@ def build_prompt(observations, actions, task, taken, left) -> list[dict]:
     return [{"role": "user", "content": [*images, {"type": "text", "text": "\n".join(filter(None, lines))}]}]
 
 
+ACTION_KEY = re.compile(r'"action"[ \t\r\n]*:[ \t\r\n]*')
+
+
 def parse_action(text: str, actions) -> str | None:
     """The admissible action a response names, or None. Never evaluates, guesses or raises.
 
@@ -182,7 +193,7 @@ def parse_action(text: str, actions) -> str | None:
     >>> parse_action('{"action": 10}', ["1", "10"]), parse_action("move forward", ["move forward"])
     ('10', None)
     """
-    keys = deque(re.finditer(r'"action"[ \t\r\n]*:[ \t\r\n]*', text), maxlen=1)
+    keys = deque(ACTION_KEY.finditer(text), maxlen=1)
     start = keys[0].end() if keys else len(text)
     if text[start : start + 1] == '"':
         try:
@@ -322,11 +333,13 @@ class VLMPolicy(nn.Module):
             config = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=LORA_TARGETS)
             self.vlm = get_peft_model(model, config)
         self.base = self.vlm.get_base_model()  # the same model, adapters inside, without peft's wrapper
-        for module in self.modules():
+        self.vision_is_trained = False  # only by an adapter that was made elsewhere
+        for name, module in self.base.named_modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0  # deviation 4
             if isinstance(module, BaseTunerLayer):
                 module.cast_input_dtype_enabled = False  # autocast does it, and keeps no fp32 copy of inputs
+                self.vision_is_trained |= not re.fullmatch(LORA_TARGETS, name)
         if args.gradient_checkpointing:
             self.base.activation_checkpointing_enable()
 
@@ -364,8 +377,28 @@ class VLMPolicy(nn.Module):
         inputs = self.processor(text=[text], images=[images], return_tensors="pt")
         return dict(inputs.to(getattr(torch, self.args.dtype)))  # pixels; ids stay integers
 
+    @torch.no_grad()
+    def see(self, prompts) -> list[dict]:
+        """The same prompts with their images' features for pixels: the vision tower, frozen, looks once.
+
+        Without it every forward pass looks again.
+        """
+        if self.vision_is_trained:
+            return prompts
+        batch = self.batch(prompts)
+        ids = batch["input_ids"]
+        with self.autocast:
+            seen = self.base.get_image_features(**{k: x for k, x in batch.items() if x.shape != ids.shape})
+        self.as_tensor = torch.is_tensor(seen.pooler_output)  # Gemma; elsewhere it is a list
+        levels = [seen.pooler_output, *getattr(seen, "deepstack_features", ())]  # Qwen3-VL has several
+        features = torch.stack([torch.cat(list(level)) for level in levels], 1)  # (tokens, levels, H)
+        placeholders = torch.isin(ids, torch.tensor(self.banned_ids, device=ids.device)).sum(1)
+        shares = features.cpu().split(placeholders.tolist())
+        prompts = [{k: x for k, x in prompt.items() if not k.startswith("pixel")} for prompt in prompts]
+        return [prompt | {"features": share} for prompt, share in zip(prompts, shares, strict=True)]
+
     def batch(self, prompts) -> dict:
-        """B encoded prompts as one batch on the device: ids and mask (B, P), padded on the left; pixels."""
+        """B prompts as one batch on the device: ids and mask (B, P), padded on the left; their images."""
         batch = {}
         for key in prompts[0]:
             parts = [prompt[key] for prompt in prompts]
@@ -373,6 +406,11 @@ class VLMPolicy(nn.Module):
                 rows, fill = [part[0] for part in parts], self.pad_id if key == "input_ids" else 0
                 parts = [pad_sequence(rows, batch_first=True, padding_value=fill, padding_side="left")]
             batch[key] = torch.cat(parts).to(self.args.device)  # or all images, one after another
+        if "features" in batch:
+            features, *deepstack = ([level] for level in batch.pop("features").unbind(1))
+            features = torch.stack(features) if self.as_tensor else features
+            seen = types.SimpleNamespace(pooler_output=features, deepstack_features=deepstack)
+            batch["mm_encoder_outputs"] = {"image": seen}
         return batch
 
     @torch.no_grad()
@@ -410,7 +448,7 @@ class VLMPolicy(nn.Module):
         P = ids.shape[1]
         inputs = {key: x for key, x in batch.items() if key not in ("input_ids", "attention_mask")}
         for key, x in inputs.items():
-            if x.shape == ids.shape:  # token types, say: the response is text, type 0
+            if getattr(x, "shape", None) == ids.shape:  # token types, say: the response is text, type 0
                 inputs[key] = torch.cat([x, torch.zeros_like(tokens, dtype=x.dtype)], 1)  # (B, P + R)
         with self.autocast:
             hidden = self.base.model(
@@ -424,7 +462,9 @@ class VLMPolicy(nn.Module):
         logits = logits.float() / self.args.temperature  # deviation 3
         logits[..., self.banned_ids] = -torch.inf
         logprobs = logits.gather(2, tokens[..., None])[..., 0] - logits.logsumexp(2)  # (B, R)
-        state = hidden[:, 0].detach().float()  # (B, H); stop-gradient (Eq. 4)
+        state = hidden[:, 0].float()  # (B, H)
+        if self.args.stop_grad:
+            state = state.detach()  # Eq. 4
         values = self.value_head(state)[:, 0]
         with torch.no_grad():
             probs = logits.softmax(2)
@@ -491,7 +531,7 @@ def act(policy, agents, timer):
     if interrupts:
         raise Interrupted
     with timer("encode"):
-        prompts = [policy.encode(*agent.prompt()) for agent in agents]
+        prompts = policy.see([policy.encode(*agent.prompt()) for agent in agents])
     with timer("generate"):
         responses = policy.sample(prompts)  # deviation 10
     texts = [policy.decode(response) for response in responses]
@@ -503,7 +543,10 @@ def act(policy, agents, timer):
 
 
 def collect(policy, agents, args: Args, timer):
-    """T steps of N agents. Returns prompts and responses, lists of T * N; rewards, dones (T, N); a record."""
+    """T steps of N agents.
+
+    Returns prompts and responses, lists of T * N; rewards, dones (T, N); the N prompts that follow; a record.
+    """
     T, N = args.num_steps, len(agents)
     prompts, responses, record = [], [], {"valid": [], "finished": [], "samples": []}
     rewards, dones = torch.zeros(T, N), torch.zeros(T, N)
@@ -519,7 +562,9 @@ def collect(policy, agents, args: Args, timer):
                 if agent.episode > 1:
                     record["finished"].append([agent.seed, agent.success, agent.total, len(agent.actions)])
                 agent.next_episode()
-    return prompts, responses, rewards, dones, record | {"responses": responses}
+    with timer("encode"):
+        last_prompts = policy.see([policy.encode(*agent.prompt()) for agent in agents])
+    return prompts, responses, rewards, dones, last_prompts, record | {"responses": responses}
 
 
 @torch.no_grad()
@@ -533,6 +578,15 @@ def score(policy, prompts, tokens, mask):
     return logprobs, values
 
 
+def score_base(policy, prompts, tokens, mask, logprobs):
+    """Log-probabilities (B, R) under the model before training, and the policy's divergence from it."""
+    # The base scores what its KL needs: all steps, or for the log alone one in sixteen.
+    some = torch.arange(0, len(prompts), 1 if policy.args.kl_ref == "base" else 16)
+    with policy.vlm.disable_adapter():
+        baselogprobs, _ = score(policy, [prompts[i] for i in some], tokens[some], mask[some])
+    return baselogprobs, kl_base(logprobs[some], baselogprobs, mask[some]).item()
+
+
 # --------------------------------------------------------------------------------------------- the update
 
 
@@ -543,6 +597,7 @@ class Rollout:
     prompts: list  # B, encoded
     tokens: torch.Tensor  # (B, R)
     mask: torch.Tensor  # (B, R)
+    weights: torch.Tensor  # (B, R) of tokens, for the algorithms of Appendix B
     logprobs: torch.Tensor  # (B, R) under the policy that sampled
     baselogprobs: torch.Tensor  # (B, R) under the model before training; used by kl_ref base
     advantages: torch.Tensor  # (B,) normalised
@@ -550,15 +605,12 @@ class Rollout:
 
 
 def assess(policy, prompts, responses, rewards, dones, last_prompts, args: Args):
-    """A Rollout from what `collect` returned and the N prompts that follow it; and statistics for the log."""
+    """A Rollout from what `collect` returned; and statistics for the log."""
     # Old log-probabilities and values, by the same forward pass as in the update.
     tokens, mask = policy.pad(responses)  # (B, R), B = T * N
     logprobs, values = score(policy, prompts, tokens, mask)
     _, last_values = score(policy, last_prompts, *policy.pad([[]] * len(last_prompts)))
-    # The base scores what its KL needs: all steps, or for the log alone one in sixteen.
-    some = torch.arange(0, len(prompts), 1 if args.kl_ref == "base" else 16)
-    with policy.vlm.disable_adapter():
-        baselogprobs, _ = score(policy, [prompts[i] for i in some], tokens[some], mask[some])
+    baselogprobs, divergence = score_base(policy, prompts, tokens, mask, logprobs)
 
     rewards, dones = rewards.to(values), dones.to(values)
     advantages, returns = gae(
@@ -569,27 +621,33 @@ def assess(policy, prompts, responses, rewards, dones, last_prompts, args: Args)
     normalised = (advantages - everyone.mean().item()) / (everyone.std().item() + 1e-8)
     predicted, realised = map(torch.cat, zip(*gather((values.cpu(), returns.cpu())), strict=True))
     stats = {
-        "kl_base": kl_base(logprobs[some], baselogprobs, mask[some]).item(),
+        "kl_base": divergence,
         "explained_variance": explained_variance(predicted, realised),
         "advantage_std": everyone.std().item(),
     }
-    return Rollout(prompts, tokens, mask, logprobs, baselogprobs, normalised, returns), stats
+    weights = mask if args.algo == "vldac" else thought_weights(policy, responses, mask)
+    return Rollout(prompts, tokens, mask, weights, logprobs, baselogprobs, normalised, returns), stats
 
 
 def update(policy, optimizer, rollout: Rollout, args: Args, value_only: bool) -> dict[str, float]:
     """`update_epochs` passes over a rollout (Eq. 6). Returns the means of the losses and of their health."""
     policy.train()  # for gradient checkpointing; there is no dropout
     steps, sums, ratio_first = len(rollout.prompts), {}, 0.0
+    minibatches = math.ceil(steps * PROCESSES / args.minibatch_size)
     for epoch in range(args.update_epochs):
-        for k, minibatch in enumerate(torch.randperm(steps).split(args.minibatch_size // PROCESSES)):
+        for k, minibatch in enumerate(torch.randperm(steps).chunk(minibatches)):
             optimizer.zero_grad()
             for index, R in micro_batches(rollout.prompts, rollout.mask, minibatch, args.micro_batch_size):
                 tokens, mask = rollout.tokens[index, :R], rollout.mask[index, :R]
-                logprobs = rollout.logprobs[index, :R]
+                logprobs, advantages = rollout.logprobs[index, :R], rollout.advantages[index]
                 prompts = [rollout.prompts[i] for i in index]
                 newlogprobs, values, entropy = policy(prompts, tokens, mask)
 
-                pg_loss = policy_loss(newlogprobs, logprobs, rollout.advantages[index], mask, args.clip_coef)
+                if args.algo == "vldac":
+                    pg_loss = policy_loss(newlogprobs, logprobs, advantages, mask, args.clip_coef)
+                else:  # Appendix B
+                    other_loss, weights = OTHER_LOSSES[args.algo], rollout.weights[index, :R]
+                    pg_loss = other_loss(newlogprobs, logprobs, advantages, weights, args.clip_coef)
                 v_loss = value_loss(values, rollout.returns[index])
                 if args.kl_ref == "old":
                     kl = kl_loss(newlogprobs, logprobs, mask)
@@ -615,6 +673,8 @@ def update(policy, optimizer, rollout: Rollout, args: Args, value_only: bool) ->
                     }
                 for name, x in stats.items():
                     sums[name] = sums.get(name, 0.0) + x.item() * len(index) / steps
+            if value_only and not args.stop_grad:
+                policy.vlm.zero_grad()
             average_gradients(optimizer)  # over the processes of torchrun
             for group in optimizer.param_groups:  # deviation 8
                 norm = nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).item()
@@ -646,45 +706,50 @@ def make_optimizer(policy, args: Args):
 
 
 def train(args: Args, folder: Path, log):
-    """All of VL-DAC. Writes log.jsonl, frames/, checkpoints/, best/ and adapter/ into the run folder."""
+    """A whole training. Writes log.jsonl, frames/, checkpoints/, best/ and adapter/ into the run folder."""
     checkpoint = newest_checkpoint(folder)  # None unless the run is resumed
     seed_all(args.seed)
     policy = load_policy(dataclasses.replace(args, adapter=str(checkpoint)) if checkpoint else args)
     optimizer = make_optimizer(policy, args)
-    num_updates = args.total_timesteps // (args.num_envs * args.num_steps)
+    rollout_steps = args.num_envs * args.num_steps
+    num_updates = args.total_timesteps // rollout_steps
     N = args.num_envs // PROCESSES  # environments of this process
     agents = [Agent(args, index) for index in range(RANK * N, (RANK + 1) * N)]
     judges = [Agent(args, helpers=True) for _ in range(min(N, args.eval_episodes))]
     state = load_checkpoint(checkpoint, policy, optimizer, agents)
     best = state["best"]
-    log.begin(state, num_updates, policy, optimizer, agents[0])
+    log.begin(state, policy, optimizer, agents[0])
+    play, judge = (collect_groups, assess_groups) if args.algo == "loop" else (collect, assess)
 
     def save():
         save_checkpoint(folder, policy, optimizer, state)
 
-    for u in range(state["update"], num_updates + 1):
+    for u in itertools.count(state["update"]):
+        step = log.step  # environment steps so far
+        finished = step + rollout_steps > args.total_timesteps
         agents_now = [(agent.episode, agent.seed, list(agent.actions)) for agent in agents]
         state = {"update": u, "best": best, "log": log.state(), "agents": agents_now}
-        if u % args.save_every == 0 or u == num_updates:
+        if u % args.save_every == 0 or finished:
             save()
-        if args.eval_episodes and (u in (0, num_updates) or args.eval_every and u % args.eval_every == 0):
+        if args.eval_episodes and (u == 0 or finished or args.eval_every and u % args.eval_every == 0):
             rate = log.evaluation(u, guarded(save, evaluate, policy, judges, range(args.eval_episodes)))
             if rate > best:
                 best = rate
                 save_adapter(policy, folder / "best")
-        if u == num_updates:
+        if finished:
             break
 
         timer = Timer()
         for group in optimizer.param_groups:
-            group["lr"] = cosine(u, num_updates, args.learning_rate, args.final_learning_rate)
+            rates = args.learning_rate, args.final_learning_rate
+            group["lr"] = cosine(step // rollout_steps, num_updates, *rates)
         seed_all(episode_seed(args.seed, RANK, u))  # so that a resumed run goes on as if nothing had been
-        *rollout, record = guarded(save, collect, policy, agents, args, timer)
+        *rollout, record = guarded(save, play, policy, agents, args, timer)
         with timer("score"):
-            last_prompts = [policy.encode(*agent.prompt()) for agent in agents]
-            rollout, stats = assess(policy, *rollout, last_prompts, args)
+            rollout, stats = judge(policy, *rollout, args)
         with timer("update"):
-            losses = update(policy, optimizer, rollout, args, value_only=u < args.value_warmup)
+            warming = u < args.value_warmup
+            losses = update(policy, optimizer, rollout, args, warming) if rollout else {}
         log.update(u, timer.seconds, losses | stats, record)
 
     save_adapter(policy, folder / "adapter")
@@ -868,6 +933,122 @@ def warm_start(args: Args, folder: Path, steps=600, batch_size=48, rounds=3, cou
     processor.save_pretrained(folder)
 
 
+# ----------------------------------------------------------- Appendix B: what VL-DAC is compared with
+
+# --algo, beside vldac. Ablations need no code here: --stop_grad false, --kl_coef 0, --value_warmup 0.
+ALGORITHMS = {"rl4vlm": {}, "loop": {"value_warmup": 0, "vf_coef": 0.0}}  # LOOP has no critic
+
+
+def rl4vlm_loss(newlogprobs, logprobs, advantages, weights, clip_coef):
+    """RL4VLM (Zhai et al. 2024, arXiv 2405.10292): one ratio per environment step instead of one per token.
+
+    log pi(a_t | s_t) = lambda * sum of log p over the thought + sum of log p over the rest
+    weights (B, R): lambda on the thought's tokens, 1 on the others, 0 where masked; the rest as policy_loss.
+
+    >>> lp = torch.tensor([[math.log(1.5), math.log(1.2)]])  # ratio 1.5^0.5 * 1.2 = 1.47, clipped at 1.2
+    >>> rl4vlm_loss(lp, torch.zeros(1, 2), torch.tensor([2.0]), torch.tensor([[0.5, 1.0]]), clip_coef=0.2)
+    tensor(-2.4000)
+    """
+    new, old = ((x.masked_fill(weights == 0, 0) * weights).sum(1, True) for x in (newlogprobs, logprobs))
+    return policy_loss(new, old, advantages, torch.ones_like(new), clip_coef)  # a response is one token
+
+
+def thought_weights(policy, responses, mask):
+    """Lambda on the tokens of the thought, 1 on the others, 0 where masked: (B, R)."""
+    weights = mask.float()
+    for row, response in zip(weights, responses, strict=True):
+        row[: thought_length(policy, response)] *= policy.args.thought_coef
+    return weights
+
+
+def thought_length(policy, response) -> int:
+    """Number of tokens before the one in which the last "action" key begins; without a key, of all."""
+    keys = deque(ACTION_KEY.finditer(policy.decode(response)), maxlen=1)
+    if not keys:
+        return len(response)
+    ends = range(1, len(response) + 1)  # of the texts of its first 1, 2, ... tokens
+    return bisect.bisect_right(ends, keys[0].start(), key=lambda end: len(policy.decode(response[:end])))
+
+
+def loop_loss(newlogprobs, logprobs, advantages, weights, clip_coef):
+    """LOOP's token-level surrogate (Chen et al. 2025, arXiv 2502.01600, Eq. 10), clipped to [1/(1+c), 1+c].
+
+    advantages  (B,)   of the step's episode
+    weights     (B, R) from `assess_groups`: the mean over steps is one over episodes of means over tokens
+
+    >>> lp, one = torch.zeros(1, 1), torch.ones(1, 1)
+    >>> loop_loss(lp - 1.0, lp, torch.tensor([-1.0]), one, clip_coef=0.25)  # exp(-1), clipped at 1 / 1.25
+    tensor(0.8000)
+    """
+    ratio = (newlogprobs - logprobs).masked_fill(weights == 0, 0).exp()
+    advantages = advantages[:, None]
+    clipped = ratio.clamp(1 / (1 + clip_coef), 1 + clip_coef)
+    return (torch.max(-advantages * ratio, -advantages * clipped) * weights).sum(1).mean()
+
+
+def leave_one_out(returns):
+    """A_k = R_k - the mean of the other returns of its group: (G, K) -> (G, K) (LOOP, Eq. 3).
+
+    >>> leave_one_out(torch.tensor([[1.0, 0.0, 0.0]]))
+    tensor([[ 1.0000, -0.5000, -0.5000]])
+    """
+    K = returns.shape[1]
+    return K / (K - 1) * (returns - returns.mean(1, keepdim=True))
+
+
+def start_groups(agents):
+    """Every K agents in a row begin an episode on a seed of their own."""
+    for agent in agents:
+        group = agent.index // agent.args.group_size
+        agent.reset(episode_seed(agent.args.seed, group, agent.episode))
+        agent.episode += 1
+
+
+def collect_groups(policy, agents, args: Args, timer):
+    """An episode of every agent. Returns prompts and responses, lists by episode; rewards; a record."""
+    playing, steps = list(agents), [[] for _ in agents]
+    record = {"valid": [], "finished": [], "samples": []}
+    while playing:
+        seen = playing[0].prompt()
+        results = act(policy, playing, timer)
+        record["samples"].append((seen, *(result[0] for result in results[2:5])))
+        for agent, prompt, response, _, action, reward, done in zip(list(playing), *results, strict=True):
+            steps[agent.index].append((prompt, response, reward))
+            record["valid"].append(action is not None)
+            if done:
+                record["finished"].append([agent.seed, agent.success, agent.total, len(agent.actions)])
+                playing.remove(agent)
+    start_groups(agents)
+    prompts, responses, _ = map(list, zip(*sum(steps, []), strict=True))
+    rewards = [[reward for _, _, reward in episode] for episode in steps]
+    return prompts, responses, rewards, record | {"responses": responses}
+
+
+def assess_groups(policy, prompts, responses, rewards, args: Args):
+    """A Rollout of the groups whose returns differ, without a critic; and statistics for the log."""
+    returns = torch.tensor([sum(args.gamma**t * r for t, r in enumerate(episode)) for episode in rewards])
+    advantages = leave_one_out(returns.view(-1, args.group_size))  # not divided by their deviation
+    useful = (advantages.abs().amax(1) >= 0.01).repeat_interleave(args.group_size)  # (episodes,)
+    lengths = torch.tensor([len(episode) for episode in rewards])
+    episode = torch.arange(len(rewards)).repeat_interleave(lengths)  # (B,) which one a step belongs to
+    keep = useful[episode].nonzero()[:, 0].tolist()
+    prompts, responses, episode = [prompts[i] for i in keep], [responses[i] for i in keep], episode[keep]
+    stats = {"explained_variance": None, "advantage_std": advantages.std().item()}
+    if not keep:
+        return None, stats
+
+    tokens, mask = policy.pad(responses)
+    logprobs, values = score(policy, prompts, tokens, mask)
+    baselogprobs, divergence = score_base(policy, prompts, tokens, mask, logprobs)
+    count = torch.zeros(len(rewards)).index_add(0, episode, mask.sum(1).cpu().float())  # tokens of an episode
+    weights = mask * (len(keep) / len(rewards) / count[episode]).to(mask.device)[:, None]
+    advantages = advantages.flatten()[episode].to(values)
+    rollout = Rollout(prompts, tokens, mask, weights, logprobs, baselogprobs, advantages, values)
+    return rollout, stats | {"kl_base": divergence}
+
+
+OTHER_LOSSES = {"rl4vlm": rl4vlm_loss, "loop": loop_loss}
+
 # ------------------------------------------------------------------------------------- Appendix: plumbing
 
 
@@ -903,11 +1084,12 @@ def parse_args(argv=None) -> Args:
 
 
 def resolve(given: dict) -> Args:
-    """Command line > the toy's options > the world's options > Args."""
+    """Command line > the algorithm's options > the toy's > the world's > Args."""
     device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
     cuda = device.startswith("cuda")
     model = given.get("model") or ("Qwen/Qwen2-VL-7B-Instruct" if cuda else "tiny")
-    chosen = envs.OPTIONS.get(given.get("env", Args.env), {}) | (TOY if model == "tiny" else {}) | given
+    world, toy = envs.OPTIONS.get(given.get("env", Args.env), {}), TOY if model == "tiny" else {}
+    chosen = world | toy | ALGORITHMS.get(given.get("algo"), {}) | given
     args = Args(**chosen | {"device": device, "model": model})
     args.value_hidden = tuple(args.value_hidden)
     if args.dtype == "auto":
@@ -952,7 +1134,8 @@ BOUNDS = {
     (1, 65536): "max_new_tokens max_image_tokens",
     (0, 2**30): "value_warmup eval_episodes eval_every env_timeout",  # from 2^30 on, seeds are for training
     (0, 2**32 - 1): "seed",
-    (0, 1): "gamma gae_lambda final_learning_rate",
+    (0, 1): "gamma gae_lambda final_learning_rate thought_coef",
+    (2, 4096): "group_size",
     (1e-12, 1): "learning_rate",
     (1e-12, 1e9): "clip_coef max_grad_norm",
     (0.01, 100): "temperature",
@@ -981,6 +1164,10 @@ def check_args(args: Args):
         raise UserError(
             f"--minibatch_size {args.minibatch_size} does not divide num_envs * num_steps = {steps}"
         )
+    if args.algo == "loop" and args.num_envs % args.group_size:
+        raise UserError(f"--num_envs {args.num_envs} is not a multiple of --group_size {args.group_size}")
+    if args.algo == "loop" and PROCESSES > 1:
+        raise UserError("--algo loop trains in one process: its rollouts have no fixed length to share")
     try:
         torch.ones(1, device=args.device).item()
         if args.device.startswith("cuda") and PROCESSES > 1:
@@ -1381,7 +1568,9 @@ def load_checkpoint(checkpoint: Path | None, policy, optimizer, agents) -> dict:
     if checkpoint is None:
         for agent in agents:
             agent.first_episode()
-        return {"update": 0, "best": -math.inf, "log": (0, [], None)}
+        if agents[0].args.algo == "loop":
+            start_groups(agents)
+        return {"update": 0, "best": -math.inf, "log": (0, [], None, 0)}
     try:
         policy.value_head.load_state_dict(load_file(checkpoint / "value_head.safetensors"))
         state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
@@ -1504,10 +1693,10 @@ class Log:
     def __enter__(self):
         return self
 
-    def begin(self, state, num_updates, policy, optimizer, agent):
+    def begin(self, state, policy, optimizer, agent):
         """Continue from `state`, a checkpoint's; say what is trained."""
         self.policy, self.optimizer, self.agent = policy, optimizer, agent
-        size, recent, wandb_id = state["log"]
+        size, recent, wandb_id, self.step = state["log"]
         if RANK == 0:
             self.file.truncate(size)  # what came after the checkpoint will be written again
         self.recent = deque(recent, maxlen=100)  # finished episodes: [seed, success, return, length]
@@ -1518,7 +1707,7 @@ class Log:
         print(f"first prompt: {ids.numel()} tokens, {frame} of them the frame's")
         print(f"trained: {lora:,} parameters of LoRA, {head:,} of the value head", flush=True)
         quiet = RANK > 0 or not sys.stderr.isatty()
-        self.bar = tqdm(total=num_updates, initial=state["update"], unit="update", disable=quiet)
+        self.bar = tqdm(total=self.args.total_timesteps, initial=self.step, unit="step", disable=quiet)
         if self.args.track and RANK == 0:
             import wandb
 
@@ -1528,9 +1717,9 @@ class Log:
             )
 
     def state(self):
-        """What a resumed run needs: the length of the file, the recent episodes, W&B's name for the run."""
+        """What a resumed run needs: the file's length, the recent episodes, W&B's run, the step."""
         size = 0 if RANK else os.path.getsize(self.file.name)
-        return size, list(self.recent), self.wandb and self.wandb.id
+        return size, list(self.recent), self.wandb and self.wandb.id, self.step
 
     def update(self, u, seconds, losses, record):
         """The row of update u, over all processes: charts, losses, times, episodes, the first two samples."""
@@ -1544,14 +1733,16 @@ class Log:
             sum((share[key] for _, share in shares), []) for key in ("finished", "responses", "valid")
         )
         self.recent.extend(finished)
+        self.step += len(responses)
         # First episodes, which begin late, do not count. Before every environment could have timed out in
-        # its second, only successes have finished: no rate yet.
-        fair = (u + 1) * args.num_steps >= 2 * args.max_episode_steps and len(self.recent) > 0
+        # its second, only successes have finished: no rate yet. LOOP plays whole episodes.
+        fair = args.algo == "loop" or (u + 1) * args.num_steps >= 2 * args.max_episode_steps
+        fair = fair and len(self.recent) > 0
         success, returned, length = np.mean([e[1:] for e in self.recent], 0).tolist() if fair else (None,) * 3
         cut = [len(r) == args.max_new_tokens and r[-1] not in self.policy.stop_ids for r in responses]
         row = {
             "update": u + 1,
-            "global_step": (u + 1) * args.num_envs * args.num_steps,
+            "global_step": self.step,
             f"charts/{'success_rate' if self.agent.flagged else 'positive_return'}": success,
             "charts/episodic_return": returned,
             "charts/episodic_length": length,
@@ -1569,7 +1760,7 @@ class Log:
     def evaluation(self, u, episodes) -> float:
         """The row of an evaluation before update u, over all processes. Returns the rate of success."""
         scores = summary(sum(gather(episodes), []))
-        row = {"update": u, "global_step": u * self.args.num_envs * self.args.num_steps}
+        row = {"update": u, "global_step": self.step}
         self.write(row | {f"eval/{name}": x for name, x in scores.items()})
         return next(iter(scores.values()))
 
@@ -1589,7 +1780,7 @@ class Log:
         try:
             if samples:
                 row |= {"episodes": finished, "samples": self.transcripts(row["update"], samples)}
-                self.bar.update()
+                self.bar.update(self.step - self.bar.n)
             line = json.dumps(row, allow_nan=False).encode() + b"\n"
             if self.file.write(line) < len(line):
                 raise OSError("the disk is full")
