@@ -400,14 +400,25 @@ def parse(argv):
     parser.add_argument("--episodes", type=int, default=200)
     parser.add_argument("--gif", type=int, default=0, metavar="K", help="animations of the first K episodes")
     parser.add_argument("--out", help="file of the result or of the plot")
-    parser.add_argument("--compare", nargs=2, metavar="JSON")
-    parser.add_argument("--aggregate", nargs="+", metavar="JSON")
-    parser.add_argument("--plot", nargs="+", metavar="RUN_OR_JSON")
-    parser.add_argument("--merge", metavar="FOLDER")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--compare", nargs=2, metavar="JSON")
+    instead.add_argument("--aggregate", nargs="+", metavar="JSON")
+    instead.add_argument("--plot", nargs="+", metavar="RUN_OR_JSON")
+    instead.add_argument("--merge", metavar="FOLDER")
     group = parser.add_argument_group("options of vldac.py")
     vldac.add_options(group, OPTIONS)
     given = parser.parse_args(argv)
-    return given, {name: vars(given).pop(name) for name in OPTIONS if name in given}
+    options = {name: vars(given).pop(name) for name in OPTIONS if name in given}
+    changed = {name for name, x in vars(given).items() if x != parser.get_default(name)} | options.keys()
+    for mode, taken in {
+        "compare": set(),
+        "aggregate": set(),
+        "plot": {"out"},
+        "merge": {"run", *OPTIONS},
+    }.items():
+        if mode in changed and changed - taken - {mode}:
+            parser.error(f"--{mode} does not take --{', --'.join(sorted(changed - taken - {mode}))}")
+    return given, options
 
 
 def options_of(given, options) -> vldac.Args:

@@ -2462,10 +2462,9 @@ def test_learning_curves(finished_run, tmp_path, capsys, monkeypatch):
         ("--env NumberLine --model tiny --policy guess", "invalid choice"),
         ("--env NumberLine --model tiny --num_envs 0", "--num_envs must be between"),
         ("--env NumberLine --model tiny --resume x", "unrecognized arguments"),
-        (
-            "--env test_vldac:Signal --model tiny --policy hint --episodes 1 --adapter none --merge x",
-            "needs an adapter",
-        ),
+        ("--run bare --adapter none --merge x", "needs an adapter"),
+        ("--compare a.json b.json --gif 3 --env OneRoom", "--compare does not take --env, --gif"),
+        ("--plot a --aggregate b.json", "not allowed with"),
         ("--compare missing.json missing.json", "missing.json is not a result"),
         ("--compare empty.json empty.json", "empty.json is not a result"),
         ("--aggregate other.json", "it was not written by eval.py"),
