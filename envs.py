@@ -1,4 +1,4 @@
-"""The worlds: MiniWorld (the real simulator), four card games, and your own. Imports no torch.
+"""The worlds: MiniWorld, four card games, ALFWorld, WebShop, and your own. Imports no torch.
 
 One contract. `make_env(name, **options)` returns a `gymnasium.Env` whose observations are
 `{"image": uint8 (H, W, 3), "text": str}` and whose actions are strings. `info` carries
@@ -13,6 +13,9 @@ One contract. `make_env(name, **options)` returns a `gymnasium.Env` whose observ
 After `reset(seed=s)` an episode is a function of s and the actions, bit for bit. An action that is not
 admissible costs its step, changes nothing and pays `invalid_reward` (in the card games: see their rules). At
 the time limit `step` returns truncated=True, and terminated=True beside it if that action ended the episode.
+
+A slow world may have a method `start(action)`: it begins a step, and `step(action)` then waits for its end,
+so that many of them work side by side.
 """
 
 import contextlib
@@ -24,8 +27,16 @@ import itertools
 import math
 import numbers
 import os
+import random
+import re
+import shutil
 import sys
+import textwrap
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from urllib.parse import urljoin, urlsplit
 
 import gymnasium as gym
 import numpy as np
@@ -56,6 +67,7 @@ class World(gym.Env):
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
     time_out_reward = 0.0
+    longest_text, most_actions = 4000, 150  # characters and actions in the prompt; what is cut is said there
 
     def __init__(self, size, max_episode_steps, invalid_reward, helpers):
         self.observation_space = Dict(image=Box(0, 255, (*size, 3), np.uint8), text=AnyText())
@@ -71,8 +83,7 @@ class World(gym.Env):
 
     def step(self, action: str):
         self.taken += 1
-        admissible = isinstance(action, str) and action in self.actions
-        reward, terminated = self._step(action) if admissible else (self._invalid(), False)
+        reward, terminated = self._step(action) if self._admissible(action) else (self._invalid(), False)
         truncated = self.taken >= self.max_episode_steps
         if truncated and not terminated:
             reward += self.time_out_reward
@@ -81,6 +92,9 @@ class World(gym.Env):
     def render(self):
         return self._frame()
 
+    def _admissible(self, action) -> bool:
+        return isinstance(action, str) and action in self.actions[: self.most_actions]
+
     def _invalid(self) -> float:
         return self.invalid_reward
 
@@ -88,12 +102,20 @@ class World(gym.Env):
         return ""
 
     def _observation(self):
-        return {"image": self._frame(), "text": self._text()}
+        text, hidden = self._text(), len(self.actions) - self.most_actions
+        if len(text) > self.longest_text:
+            text = text[: self.longest_text] + f" (and {len(text) - self.longest_text} more characters)"
+        if hidden > 0:
+            text += f"\n({hidden} more actions are not listed.)"
+        return {"image": self._frame(), "text": text}
 
     def _info(self):
-        info = {"task": self.task, "actions": list(self.actions), "success": self.success}
-        info["left"] = self.max_episode_steps - self.taken
+        info = {"task": self.task, "actions": list(self.actions[: self.most_actions])}
+        info |= {"success": self.success, "left": self.max_episode_steps - self.taken}
         return info | ({"caption": self.caption(), "hint": self.hint()} if self.helpers else {})
+
+    def hint(self):
+        return None
 
 
 # ----------------------------------------------------------------------------------------------- MiniWorld
@@ -510,9 +532,326 @@ class Blackjack(CardGame):
         return "stand" if total >= 17 or total >= 12 + (shown < 4) and 2 <= shown <= 6 else "hit"
 
 
+# ------------------------------------------------------------------------------------------------ ALFWorld
+
+ALFWORLD = (
+    "pip install alfworld (Python 3.9 to 3.12, with a C++ compiler and make), then alfworld-download "
+    "(ALFWORLD_DATA says where to, by default ~/.cache/alfworld)"
+)
+THOR = 'pip install "alfworld[vis]", an X server with OpenGL, and a download of the simulator at its start'
+
+
+@contextlib.contextmanager
+def undisturbed():
+    """Around calls of alfworld, which prints, overwrites sys.argv and draws from the global generator."""
+    argv, state = sys.argv, random.getstate()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        sys.argv = argv
+        random.setstate(state)
+
+
+@functools.cache
+def load_alfworld(kind, split):
+    """alfworld's maker of environments, once for all of them: it opens every game. UserError if it cannot."""
+    try:
+        from alfworld.agents.environment import get_environment
+
+        make = get_environment(kind)
+    except ImportError as error:
+        need = THOR if kind == "AlfredThorEnv" and error.name != "alfworld" else ALFWORLD
+        raise UserError(f"ALFWorld is not installed ({error}): {need}") from None
+    if sys.version_info >= (3, 13):
+        raise UserError(f"ALFWorld's games do not run on Python {sys.version.split()[0]}: use 3.9 to 3.12")
+    name = {"train": "train", "eval": "valid_unseen"}[split]
+    games = os.path.join(os.environ["ALFWORLD_DATA"], "json_2.1.1", name)
+    config = {
+        "dataset": {"data_path": games, "eval_ood_data_path": games, "num_train_games": -1,
+                    "num_eval_games": -1},
+        "env": {
+            "goal_desc_human_anns_prob": 0.0, "task_types": [1, 2, 3, 4, 5, 6], "domain_randomization": False,
+            "expert_type": "handcoded",
+            "thor": {"screen_width": 300, "screen_height": 300, "smooth_nav": False,
+                     "save_frames_to_disk": False, "save_frames_path": "."},
+        },
+        "controller": {"type": "oracle", "debug": False, "load_receps": True},
+        "general": {"training_method": "dqn"},  # with "dagger" an expert would play along
+        "rl": {"training": {"max_nb_steps_per_episode": 10**6}},  # the time limit is ours
+    }  # fmt: skip
+    with undisturbed():
+        found = os.path.isdir(games)  # an empty folder makes its reset hang for ever
+        maker = found and make(config, train_eval="train" if split == "train" else "eval_out_of_distribution")
+    if not found or not maker.num_games:
+        raise UserError(f"no ALFWorld games in {games}: {ALFWORLD}")
+    return maker
+
+
+class ALFWorld(World):
+    """Household tasks in text (Shridhar et al. 2021), the text drawn on the frame too: 1 if done, else 0."""
+
+    kind, size = "AlfredTWEnv", (448, 448)
+
+    def __init__(self, max_episode_steps=50, invalid_reward=-1.0, helpers=True, split="train"):
+        maker = load_alfworld(self.kind, split)
+        try:
+            with undisturbed():
+                self.env = maker.init_env(batch_size=1)
+        except Exception as error:  # the simulator's many ways of not starting
+            need = THOR if self.kind == "AlfredThorEnv" else ALFWORLD
+            raise UserError(f"ALFWorld cannot start ({type(error).__name__}: {error}): {need}") from None
+        super().__init__(self.size, max_episode_steps, invalid_reward, helpers)
+
+    def _reset(self):
+        seed = int(self.np_random.integers(2**31))
+        self.env.seed(seed)  # the order of the games, so the next one
+        with undisturbed():
+            random.seed(seed)  # THOR's order
+            observation, infos = self.env.reset()
+        scene, _, task = observation[0].partition("Your task is to:")
+        self.task = task.strip().rstrip(".")
+        self.scene = " ".join(scene.replace("-= Welcome to TextWorld, ALFRED! =-", "").split())
+        self.said, self.actions = "", tuple(infos["admissible_commands"][0])
+
+    def _step(self, action):
+        with undisturbed():
+            observation, _, _, infos = self.env.step([action])
+        self.said, self.actions = observation[0].strip(), tuple(infos["admissible_commands"][0])
+        self.success = bool(infos["won"][0])
+        return self._reward(infos), self.success
+
+    def _reward(self, infos):
+        return float(self.success)
+
+    def _text(self):
+        return f"{self.scene}\n{self.said}".strip()
+
+    def _frame(self):
+        return draw_text(self._text(), self.size)
+
+    def caption(self):
+        return (self.said or self.scene).split(". ")[0][:60]
+
+    def close(self):
+        self.env.close()
+
+
+class ALFWorldThor(ALFWorld):
+    """The same tasks as frames of the THOR simulator: 1 if done, plus the share of the goal reached."""
+
+    kind, size = "AlfredThorEnv", (300, 300)
+
+    def _reset(self):
+        super()._reset()
+        self.reached = 0.0
+
+    def _step(self, action):
+        # alfworld 0.4.2 offers "move X to Y" and understands "put X in/on Y".
+        return super()._step(re.sub(r"^move (.+) to (.+)$", r"put \1 in/on \2", action))
+
+    def _reward(self, infos):
+        self.reached = float(infos["goal_condition_success_rate"][0])
+        return float(self.success) + self.reached
+
+    def _invalid(self):
+        return self.invalid_reward + self.reached
+
+    def _frame(self):
+        return self.env.get_frames()[0][..., ::-1].copy()  # it gives blue, green, red
+
+
+def draw_text(text, size):
+    """The text as a uint8 frame (H, W, 3), black on white, wrapped; what does not fit is left out."""
+    height, width = size
+    lines = [line for part in text.splitlines() for line in textwrap.wrap(part, width // 8) or [""]]
+    image = Image.new("RGB", (width, height), "white")
+    ImageDraw.Draw(image).multiline_text((8, 8), "\n".join(lines[: height // 20]), "black", font(15))
+    return np.array(image)
+
+
+# ------------------------------------------------------------------------------------------------- WebShop
+
+WEBSHOP = (
+    "git clone https://github.com/princeton-nlp/WebShop && cd WebShop && ./setup.sh -d small && "
+    "python -m spacy download en_core_web_sm && "
+    "flask --app web_agent_site.app run --host 127.0.0.1 --port 3000 (or let WEBSHOP_URL say where it runs)"
+)
+BROWSER = (
+    "pip install playwright && playwright install --with-deps chromium "
+    "(or let CHROMIUM name a browser that is there)"
+)
+
+
+def webshop_url():
+    return os.environ.get("WEBSHOP_URL", "http://127.0.0.1:3000").rstrip("/")
+
+
+@functools.cache
+def webshop_goals(url) -> int:
+    """How many goals the site has: fixed_N answers with an error from there on."""
+
+    def exists(number):
+        try:
+            with urllib.request.urlopen(f"{url}/fixed_{number}", timeout=600):  # the first loads its data
+                return True
+        except urllib.error.HTTPError as error:
+            if number == 0:
+                words = f"WebShop at {url} answers {error.code}: are its data complete? See its own output"
+                raise UserError(f"{words}, and {WEBSHOP}") from None
+            return False
+        except (OSError, ValueError) as error:
+            raise UserError(f"no WebShop at {url} ({error}): {WEBSHOP}") from None
+
+    low, high = 0, 1
+    exists(0)
+    while exists(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if exists(middle) else (low, middle)
+    return high
+
+
+class WebShop(World):
+    """Buy what the instruction asks for, in a browser on the real site (Yao et al. 2022); the site's reward.
+
+    Split eval is goals 0 to 499, train those from 1,500 on; of a site with fewer than 2,000, the first
+    quarter and the rest. The browser lives in a thread of its own.
+    """
+
+    patience = 30.0  # seconds for a page
+
+    def __init__(
+        self, max_episode_steps=50, invalid_reward=0.0, helpers=True, split="train", size=(640, 640)
+    ):
+        try:
+            from playwright.sync_api import Error, TimeoutError
+        except ImportError:
+            raise UserError(f"WebShop needs a browser: {BROWSER}") from None
+        self.Error, self.TimeoutError = Error, TimeoutError
+        self.url, self.begun = webshop_url(), None
+        count = webshop_goals(self.url)
+        few, many = (500, 1500) if count >= 2000 else (max(1, count // 4), min(count - 1, max(1, count // 4)))
+        self.goals = range(few) if split == "eval" else range(many, count)
+        self.thread = ThreadPoolExecutor(1)
+        self.thread.submit(self._open, size).result()
+        super().__init__(size, max_episode_steps, invalid_reward, helpers)
+
+    def _open(self, size):
+        from playwright.sync_api import sync_playwright
+
+        path = (
+            os.environ.get("CHROMIUM") or shutil.which("chromium-headless-shell") or shutil.which("chromium")
+        )
+        self.playwright = sync_playwright().start()
+        try:
+            browser = self.playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        except self.Error as error:
+            self.playwright.stop()
+            raise UserError(f"WebShop needs a browser ({str(error).splitlines()[0]}): {BROWSER}") from None
+        self.page = browser.new_page(viewport={"width": size[1], "height": size[0]})
+        self.page.set_default_timeout(1000 * self.patience)
+        # The site's scripts come from other hosts and only follow an option's address, which is done here.
+        self.page.route("**/*", lambda r: r.abort() if r.request.resource_type == "script" else r.continue_())
+
+    def _reset(self):
+        goal = self.goals[int(self.np_random.integers(len(self.goals)))]
+        self.thread.submit(self._visit, f"{self.url}/fixed_{goal}").result()
+        self.task = self.instruction
+
+    def start(self, action):
+        """Begin a step; `step` with the same action waits for its end."""
+        if self._admissible(action):
+            self.begun = action, self.thread.submit(self._play, action)
+
+    def _admissible(self, action):
+        if self.begun:
+            return action == self.begun[0]
+        searched = isinstance(action, str) and re.fullmatch(r"search\[[^\[\]]{1,100}\]", action)
+        return super()._admissible(action) or bool(searched and "search[...]" in self.actions)
+
+    def _step(self, action):
+        (_, future), self.begun = self.begun or (action, self.thread.submit(self._play, action)), None
+        future.result()
+        self.success = self.reward == 1.0
+        return self.reward or 0.0, self.reward is not None
+
+    # From here on, in the browser's thread.
+
+    def _visit(self, url):
+        """Open a page; the answer must be a success."""
+        self._read(self.page.goto(url, wait_until="domcontentloaded"))
+
+    def _play(self, action):
+        kind, _, words = action[:-1].partition("[")
+        if kind == "search":
+            self.page.fill("#search_input", words)
+            element = self.page.query_selector("form button")
+        else:
+            element = self.elements[words]
+        address = element.get_attribute("data-url")
+        if address:  # an option
+            return self._visit(urljoin(self.page.url, address))
+        with self.page.expect_navigation(wait_until="domcontentloaded") as navigation:
+            element.click(no_wait_after=True)
+        self._read(navigation.value)
+
+    def _read(self, response):
+        """What is on the page: frame, text, what can be clicked, and the reward if it is the last page."""
+        if not response.ok:
+            raise RuntimeError(f"the site answers {response.status} at {response.url}: see its own output")
+        with contextlib.suppress(self.TimeoutError):  # a picture from elsewhere may never come
+            self.page.wait_for_load_state("load", timeout=5000)
+        self.image = np.array(Image.open(io.BytesIO(self.page.screenshot())).convert("RGB"))
+        self.body = self.page.inner_text("body")
+        instruction, reward = (self.page.query_selector(x) for x in ("#instruction-text", "#reward pre"))
+        if instruction:
+            self.instruction = " ".join(instruction.inner_text().partition(":")[2].split())
+        self.reward = float(reward.inner_text()) if reward else None
+        self.place = urlsplit(self.page.url).path.split("/")[1]
+        self.products = {
+            e.inner_text().strip().lower() for e in self.page.query_selector_all(".product-link")
+        }
+        found = [(e.inner_text(), e) for e in self.page.query_selector_all(".btn, .product-link")]
+        found += [(e.get_attribute("value"), e) for e in self.page.query_selector_all("input[type=radio]")]
+        self.elements = {name.strip().lower(): element for name, element in reversed(found)}
+        names = list(dict.fromkeys(name.strip().lower() for name, _ in found))
+        bar = "search" in names and self.page.query_selector("#search_input") is not None
+        self.actions = ["search[...]"] if bar else []
+        self.actions += [f"click[{name}]" for name in names if name != "search" or not bar]
+
+    # From here on, in the caller's.
+
+    def _text(self):
+        return self.body
+
+    def _frame(self):
+        return self.image.copy()
+
+    def caption(self):
+        pages = {"search_results": "these are products", "item_page": "this is a product"}
+        pages |= {"item_sub_page": "these are details of a product", "done": "it is bought"}
+        return pages.get(self.place, "this is the search page")
+
+    def hint(self):
+        """Search with the instruction's first words, open the first product, buy it: no solution."""
+        if "search[...]" in self.actions:
+            return "search[" + " ".join(re.findall(r"[\w'-]+", self.instruction)[:8])[:100] + "]"
+        buy, products = "click[buy now]", [a for a in self.actions if a[6:-1] in self.products]
+        return buy if buy in self.actions else (products or self.actions or [None])[0]
+
+    def close(self):
+        if self.thread:
+            self.thread.submit(self.playwright.stop).result()
+            self.thread.shutdown()
+            self.thread = None
+
+
 # ------------------------------------------------------------------------------------------------- by name
 
 CARDS = {"NumberLine": NumberLine, "EZPoints": EZPoints, "Blackjack": Blackjack, "Points24": Points24}
+TEXT = {"ALFWorld": ALFWorld, "ALFWorldThor": ALFWorldThor, "WebShop": WebShop}
 CARD_OPTIONS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0, "invalid_reward": -1.0}
 # What a world changes in vldac.Args.
 OPTIONS = {
@@ -520,17 +859,26 @@ OPTIONS = {
     "EZPoints": CARD_OPTIONS | {"max_episode_steps": 7},
     "Blackjack": CARD_OPTIONS | {"max_episode_steps": 20},
     "Points24": CARD_OPTIONS | {"max_episode_steps": 22},
+    "ALFWorld": {"num_images": 1, "max_episode_steps": 50, "invalid_reward": -1.0},
+    "ALFWorldThor": {"num_images": 1, "max_episode_steps": 50, "invalid_reward": -1.0},
+    "WebShop": {"num_images": 1, "max_episode_steps": 50},
 }
 
 
 def make_env(
-    name: str, *, max_episode_steps: int | None = None, invalid_reward: float | None = None, helpers=True
+    name: str,
+    *,
+    max_episode_steps: int | None = None,
+    invalid_reward: float | None = None,
+    helpers=True,
+    split="train",
 ):
-    """The world of that name: one of MINIWORLD, RED_BOX, CARDS, or `package.module:callable` for your own.
+    """The world of that name: of RED_BOX, CARDS or TEXT, or `package.module:callable` for your own.
 
     max_episode_steps  time limit in actions; None: the world's default; its own limit counts if shorter
     invalid_reward     for an action that is not admissible; None: the world's default
     helpers            put `caption` and `hint` into info
+    split              "train" or "eval": of ALFWorld's games or WebShop's goals; elsewhere the seeds differ
     Your own callable is called without arguments and limited by gymnasium's TimeLimit.
     UserError for an unknown name (with the closest one), a world without a red box, or a missing package.
 
@@ -548,11 +896,13 @@ def make_env(
     short = name.removeprefix("MiniWorld-").removesuffix("-v0")
     if name in CARDS:
         return CARDS[name](helpers=helpers, **options)
+    if name in TEXT:
+        return TEXT[name](helpers=helpers, split=split, **options)
     if short in RED_BOX:
         return MiniWorld(short, helpers=helpers, **options)
     if name.startswith("MiniWorld-"):
         raise UserError(f"{name}: its goal is not the red box; choose one of {', '.join(RED_BOX)}")
-    names = [*RED_BOX, *CARDS]
+    names = [*RED_BOX, *CARDS, *TEXT]
     close = difflib.get_close_matches(name, names, 1, 0.5)
     guess = f"did you mean {close[0]}? " if close else ""
     known = ", ".join(names)

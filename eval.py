@@ -95,7 +95,7 @@ def scripted(kind):
     def step(_, agents, __):
         actions = []
         for agent in agents:
-            if kind == "hint" and "hint" not in agent.info:
+            if kind == "hint" and agent.info.get("hint") is None:
                 raise UserError(f"--policy hint: {agent.args.env} gives no hint")
             choice = random.Random(f"{agent.seed} {len(agent.actions)}").choice(agent.info["actions"])
             actions.append(agent.info["hint"] if kind == "hint" else choice)
@@ -121,8 +121,16 @@ def filmed(step, films, count, bar):
     return watched
 
 
-# What is recorded of the task; two results that are compared must share the first three.
-TASK = ("env", "max_episode_steps", "invalid_reward", "num_images", "max_image_tokens", "max_new_tokens")
+# What is recorded of the task; two results that are compared must share the first four.
+TASK = (
+    "env",
+    "split",
+    "max_episode_steps",
+    "invalid_reward",
+    "num_images",
+    "max_image_tokens",
+    "max_new_tokens",
+)
 OPTIONS = (*TASK, "model", "adapter", "seed", "device", "dtype", "num_envs", "temperature", "env_timeout")
 
 
@@ -236,7 +244,7 @@ def compare(path_a, path_b) -> str:
     """The paired difference of two results on the same episodes."""
     a, b = load_result(path_a), load_result(path_b)
     x, y = ([episode["success"] for episode in result["episodes"]] for result in (a, b))
-    differing = [name for name in TASK[:3] if a["task"][name] != b["task"][name]]
+    differing = [name for name in TASK[:4] if a["task"].get(name) != b["task"].get(name)]
     if [episode["seed"] for episode in a["episodes"]] != [episode["seed"] for episode in b["episodes"]]:
         differing.append("seeds")
     if differing:
@@ -429,12 +437,13 @@ def options_of(given, options) -> vldac.Args:
         options["adapter"] = str(Path(given.run) / "adapter")
     if options.get("adapter") == "none":
         options["adapter"] = None
+    options = {"split": "eval"} | options
     options |= {"num_steps": 1, "minibatch_size": 1, "total_timesteps": 2**31}  # there is no update
     if given.run:
         args = vldac.load_args(given.run)
         if options.get("env", args.env) != args.env:  # another world comes with limits of its own
             world = vldac.resolve({"env": options["env"], "device": "cpu"})
-            options = {name: getattr(world, name) for name in TASK[1:3]} | options
+            options = {name: getattr(world, name) for name in TASK[2:4]} | options
         args = dataclasses.replace(args, **options)
         vldac.check_args(args)
     else:

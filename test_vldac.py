@@ -3,9 +3,12 @@
 Plain `pytest` runs all of it, the modules' doctests and the README's examples included. No network, no GPU.
 """
 
+import ast
 import contextlib
 import dataclasses
 import doctest
+import functools
+import http.server
 import importlib.machinery
 import itertools
 import json
@@ -24,6 +27,7 @@ import time
 import types
 from pathlib import Path
 from unittest import mock
+from urllib.parse import parse_qs, quote, unquote
 
 import gymnasium as gym
 import numpy as np
@@ -1297,6 +1301,464 @@ def test_the_hidden_card_of_the_dealer_is_not_shown():
     first, info = env.reset(seed=4)
     env.dealer[1] = (1, "A", "D")
     assert (env._frame() == first["image"]).all() and env.caption() == info["caption"]
+
+
+# ------------------------------------------------------------------------------------- ALFWorld, for real
+
+KITCHEN = {  # receptacle: what is in it at the start; the last two are opened first
+    "CounterTop": ["Mug", "Apple"], "SinkBasin": [], "Shelf": [], "Fridge": ["Egg"], "Cabinet": ["Plate"],
+}  # fmt: skip
+GAMES = {  # task: (object, where it must be in the end, a way to get there)
+    "pick_and_place_simple": ("Mug", "Shelf", []),
+    "pick_clean_then_place_in_recep": ("Mug", "Shelf", ["go to sinkbasin 1", "clean mug 1 with sinkbasin 1"]),
+    "pick_cool_then_place_in_recep": ("Apple", "Shelf", ["go to fridge 1", "cool apple 1 with fridge 1"]),
+}
+
+
+def thor_name(kind, number):
+    """ALFRED's name of an object, as its PDDL spells it; the game shows 'mug 1'."""
+    head, tail = ("Sink", "_bar_SinkBasin") if kind == "SinkBasin" else (kind, "")
+    place = "_bar_".join(f"_plus_0{number}_dot_{part}" for part in ("00", "25", "50"))
+    return f"{head}_bar_{place}{tail}"
+
+
+def write_games(root):
+    """ALFWorld games of three kinds in one small kitchen, from what the package ships, as its download lies.
+
+    python test_vldac.py games FOLDER
+    """
+    import alfworld.gen.goal_library as library
+    from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
+
+    things = list(itertools.chain(*KITCHEN.values()))
+    where = {kind: f"loc_bar_{number}_bar_1_bar_0_bar_30" for number, kind in enumerate(KITCHEN)}
+    names = {kind: thor_name(kind, number) for number, kind in enumerate([*KITCHEN, *things], 1)}
+    objects = ["agent1 - agent", "loc_bar_9_bar_9_bar_0_bar_0 - location"]
+    facts = ["(= (total-cost) 0)", "(atLocation agent1 loc_bar_9_bar_9_bar_0_bar_0)"]
+    for kind, inside in KITCHEN.items():
+        objects += [f"{kind}Type - rtype", f"{names[kind]} - receptacle", f"{where[kind]} - location"]
+        facts += [
+            f"(receptacleType {names[kind]} {kind}Type)",
+            f"(receptacleAtLocation {names[kind]} {where[kind]})",
+        ]
+        facts += [f"(openable {names[kind]})"] * (kind in ("Fridge", "Cabinet"))
+        facts += [f"(canContain {kind}Type {thing}Type)" for thing in things]
+        for thing in inside:
+            facts.append(f"(inReceptacle {names[thing]} {names[kind]})")
+            facts.append(f"(objectAtLocation {names[thing]} {where[kind]})")
+    for thing in things:
+        objects += [f"{thing}Type - otype", f"{names[thing]} - object"]
+        can = "pickupable cleanable heatable coolable".split()
+        facts += [f"(objectType {names[thing]} {thing}Type)", *(f"({x} {names[thing]})" for x in can)]
+    domain, grammar = Path(ALFRED_PDDL_PATH).read_text(), Path(ALFRED_TWL2_PATH).read_text()
+    for split, (task, (thing, place, middle)) in itertools.product(("train", "valid_unseen"), GAMES.items()):
+        goal = library.gdict[task]["pddl"].format(obj=thing, recep=place, toggle="", mrecep="")
+        problem = f"(define (problem kitchen) (:domain alfred)\n(:objects {' '.join(objects)})\n"
+        problem += f"(:init {' '.join(facts)})\n" + goal.replace("#", "-")
+        words = library.gdict[task]["templates"][0].format(obj=thing.lower(), recep=place.lower())
+        game = {
+            "pddl_domain": domain, "grammar": grammar.replace("UNKNOWN GOAL", words), "pddl_problem": problem,
+            "solvable": True, "walkthrough": walkthrough(thing, place, middle),
+        }  # fmt: skip
+        parameters = dict(object_target=thing, parent_target=place, mrecep_target="", toggle_target="")
+        trial = {"task_type": task, "pddl_params": parameters | {"object_sliced": False}}
+        folder = Path(root) / "json_2.1.1" / split / f"{task}-{thing}-None-{place}-1" / "trial_1"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "game.tw-pddl").write_text(json.dumps(game))
+        (folder / "traj_data.json").write_text(json.dumps(trial))
+
+
+def walkthrough(thing, place, middle):
+    thing, place = f"{thing.lower()} 1", f"{place.lower()} 1"
+    start = ["go to countertop 1", f"take {thing} from countertop 1"]
+    return [*start, *middle, f"go to {place}", f"move {thing} to {place}"]
+
+
+@pytest.fixture(scope="session")
+def alfworld_games(tmp_path_factory):
+    if sys.version_info >= (3, 13):
+        pytest.skip("alfworld's games do not run on Python 3.13 and later")
+    pytest.importorskip("alfworld", reason="the games need: pip install alfworld")
+    folder = tmp_path_factory.mktemp("games")
+    write_games(folder)
+    return folder
+
+
+@pytest.fixture
+def alfworld_data(alfworld_games, monkeypatch):
+    monkeypatch.setenv("ALFWORLD_DATA", str(alfworld_games))
+    envs.load_alfworld.cache_clear()
+    yield alfworld_games
+    envs.load_alfworld.cache_clear()
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_alfworld_s_tasks_are_done_by_admissible_commands(split, alfworld_data):
+    """Every kind of task, met by seed; case and spaces of the answer do not matter."""
+    env, done, argv = envs.make_env("ALFWorld", split=split), set(), list(sys.argv)
+    check_env(env, skip_render_check=True)
+    for seed in range(40):
+        _, info = env.reset(seed=seed)
+        kind = next(
+            k
+            for k in GAMES
+            if {"clean", "cool"} & set(info["task"].split()) == {"clean", "cool"} & set(k.split("_"))
+        )
+        if kind in done:
+            continue
+        done.add(kind)
+        commands = walkthrough(*GAMES[kind])
+        for t, command in enumerate(commands, 1):
+            answer = json.dumps({"action": f" {command.upper()}"})
+            action = parse_action(answer, info["actions"])
+            assert action == command
+            observation, reward, terminated, truncated, info = env.step(action)
+            last = t == len(commands)
+            assert (reward, terminated, info["success"]) == (float(last), last, last) and not truncated
+            assert info["left"] == 50 - t and info["caption"]
+    assert done == GAMES.keys() and sys.argv == argv
+
+
+def test_alfworld_repeats_itself(alfworld_data):
+    one, other = (
+        envs.make_env("ALFWorld", max_episode_steps=12),
+        envs.make_env("ALFWorld", max_episode_steps=12),
+    )
+    for seed in (3, 2**30 + 7, 3):
+        choose = lambda info: random.Random(len(info["actions"]) * 31 + info["left"]).choice(info["actions"])  # noqa: E731
+        assert play(one, seed, choose) == play(other, seed, choose)
+
+
+def test_alfworld_s_limits(alfworld_data):
+    env = envs.make_env("ALFWorld", max_episode_steps=3)
+    observation, info = env.reset(seed=0)
+    assert "Your task" not in observation["text"] and "countertop 1" in observation["text"]
+    assert info["task"] and "Fly" not in info["actions"]
+    again, reward, terminated, truncated, after = env.step("fly to the moon")
+    assert (reward, terminated, truncated) == (-1.0, False, False)
+    assert after["actions"] == info["actions"] and again["text"] == observation["text"]
+    assert env.step("look")[1:4] == (0.0, False, False)
+    assert env.step("inventory")[1:4] == (0.0, False, True)
+    assert (env.reset(seed=1)[0]["image"] < 128).any()  # the text is on the frame
+
+
+@pytest.mark.parametrize("make", [lambda folder: folder.mkdir(), lambda folder: None])
+def test_alfworld_without_games_says_how_to_get_them(make, alfworld_data, tmp_path, monkeypatch, capsys):
+    make(tmp_path / "json_2.1.1")
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
+    status, line = stopped(["--env", "ALFWorld", "--model", "tiny", "--runs_dir", tmp_path / "runs"], capsys)
+    assert status == 2 and "alfworld-download" in line
+
+
+@pytest.mark.parametrize("name", ["alfworld", "alfworld.agents", "playwright.sync_api"])
+def test_a_missing_package_is_named(name, monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, name, None)
+    envs.load_alfworld.cache_clear()
+    env = "WebShop" if name.startswith("playwright") else "ALFWorld"
+    status, line = stopped(["--env", env, "--model", "tiny", "--runs_dir", tmp_path / "runs"], capsys)
+    assert status == 2 and ("playwright install" if env == "WebShop" else "pip install alfworld") in line
+    envs.load_alfworld.cache_clear()
+
+
+class StandInForThor:
+    """What the adapter uses of alfworld's AlfredThorEnv: tasks by chance, frames in blue, green and red."""
+
+    num_games = 1
+
+    def __init__(self, config, train_eval):
+        self.steps, self.sent = 0, []
+
+    def init_env(self, batch_size):
+        return self
+
+    def seed(self, number):
+        pass
+
+    def infos(self, won=False):
+        names = {"admissible_commands": [["look", "move mug 1 to shelf 1"]], "won": [won]}
+        return names | {"goal_condition_success_rate": [0.5 * len(self.sent)]}
+
+    def reset(self):
+        self.sent, sys.argv = [], ["translate.py"]
+        self.number = random.randrange(1000)
+        return [f"You see {self.number} things. Your task is to: put a mug in shelf."], self.infos()
+
+    def step(self, commands):
+        self.sent += commands
+        return ["You move."], None, [False], self.infos(won=commands == ["put mug 1 in/on shelf 1"])
+
+    def get_frames(self):
+        return np.full((1, 300, 300, 3), (9, 5, 1), np.uint8)
+
+
+def test_thor_s_frames_commands_and_rewards(alfworld_data, monkeypatch):
+    monkeypatch.setattr("alfworld.agents.environment.get_environment", lambda kind: StandInForThor)
+    env, argv = envs.make_env("ALFWorldThor"), list(sys.argv)
+    random.seed(0)
+    state = random.getstate()
+    texts = [env.reset(seed=seed)[0]["text"] for seed in (5, 6, 5)]
+    assert texts[0] == texts[2] != texts[1] and random.getstate() == state and sys.argv == argv
+    observation, reward, *_ = env.step("look")
+    assert observation["image"].shape == (300, 300, 3) and (observation["image"] == (1, 5, 9)).all()
+    assert reward == 0.5
+    assert env.step("move mug 1")[1] == -0.5  # inadmissible: the half that is reached, less one
+    _, reward, terminated, *_ = env.step("move mug 1 to shelf 1")
+    assert (reward, terminated) == (2.0, True) and env.env.sent == ["look", "put mug 1 in/on shelf 1"]
+
+
+# --------------------------------------------------------------------- WebShop, a real browser and its pages
+
+CATALOGUE = {  # asin: (name, price, options)
+    "B0RED": ("Red mug", 8.0, {"size": ["small", "large"], "colour": ["red", "dark red"]}),
+    "B0BLUE": ("Blue mug", 9.5, {}),
+}
+SHOPPING = [("a red mug, large", "B0RED", {"size": "large"}), ("a blue mug", "B0BLUE", {})] * 4
+
+
+class Shop(http.server.ThreadingHTTPServer):
+    """A shop with WebShop's addresses and the marks of its pages that the adapter goes by.
+
+    python test_vldac.py shop       serves it on port 3000
+    """
+
+    daemon_threads = True
+
+    def __init__(self, port=0):
+        super().__init__(("127.0.0.1", port), ShopPages)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.answers, self.never, self.together = threading.Event(), None, None
+
+
+class ShopPages(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def send(self, body, status=200, **headers):
+        body = body.encode()
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self):
+        words = parse_qs(self.rfile.read(int(self.headers.get("Content-Length", 0))).decode())
+        if "search_query" in words:
+            keywords = quote(str(words["search_query"][0].lower().split(" ")))
+            return self.send("", 302, Location=f"/search_results/{self.path[1:]}/{keywords}/1")
+        self.do_GET()
+
+    def do_GET(self):
+        kind, *rest = unquote(self.path)[1:].split("/")
+        page = {"search_results": self.results, "item_page": self.item, "item_sub_page": self.details}
+        page = page.get(kind, self.done if kind == "done" else self.search)
+        shop = self.server
+        if shop.never and shop.never in kind:
+            shop.answers.wait()
+        if shop.together and kind == "search_results":
+            shop.together.wait(20)  # until as many ask at the same time
+        try:
+            self.send(page(kind, *rest))
+        except (IndexError, ValueError):
+            self.send("Internal Server Error", 500)
+
+    def goal(self, session):
+        return SHOPPING[int(session.removeprefix("fixed_"))]
+
+    def frame(self, session, inner):
+        back = self.button(f"/{session}", "Back to Search")
+        words = f'<div id="instruction-text"><h4>Instruction:<br>{self.goal(session)[0]}</h4></div>'
+        script = '<script src="https://scripts.invalid/jquery.js"></script>'
+        return f"<html><head>{script}</head><body>{words}{back}{inner}"
+
+    def button(self, address, name):
+        return f'<form method="post" action="{quote(address)}"><button class="btn">{name}</button></form>'
+
+    def search(self, session):
+        words = f'<div id="instruction-text"><h4>Instruction: <br>{self.goal(session)[0]}</h4></div>'
+        field = '<input id="search_input" name="search_query" required>'
+        button = '<button class="btn btn-success" type="submit">Search</button>'
+        return f'<body><h2>WebShop</h2>{words}<form method="post" action="/{session}">{field}{button}</form>'
+
+    def results(self, _, session, keywords, page):
+        words = ast.literal_eval(keywords)
+        found = [asin for asin, (name, *_) in CATALOGUE.items() if set(name.lower().split()) & set(words)]
+        links = ""
+        for asin in found:
+            address = quote(f"/item_page/{session}/{asin}/{keywords}/{page}/" + "{}")
+            links += (
+                f'<h4><a class="product-link" href="{address}">{asin}</a></h4><h4>{CATALOGUE[asin][0]}</h4>'
+            )
+        return self.frame(session, f"<h3>Page {page} (Total results: {len(found)})</h3>{links}")
+
+    def item(self, _, session, asin, keywords, page, chosen):
+        (name, price, options), chosen = CATALOGUE[asin], ast.literal_eval(chosen)
+        inner, rest = (
+            self.button(f"/search_results/{session}/{keywords}/{page}", "&lt; Prev"),
+            f"{keywords}/{page}",
+        )
+        for option, values in options.items():
+            for value in values:
+                address = quote(f"/item_page/{session}/{asin}/{rest}/{chosen | {option: value}}")
+                inner += f'<input type="radio" name="{option}" value="{value}" data-url="{address}">'
+                inner += f"<label>{value}</label>"
+        inner += f"<h2>{name}</h2><h4>Price: ${price}</h4>"
+        inner += self.button(f"/item_sub_page/{session}/{asin}/{rest}/Description/{chosen}", "Description")
+        return self.frame(session, inner + self.button(f"/done/{session}/{asin}/{chosen}", "Buy Now"))
+
+    def details(self, _, session, asin, keywords, page, __, chosen):
+        back = self.button(f"/item_page/{session}/{asin}/{keywords}/{page}/{chosen}", "&lt; Prev")
+        return self.frame(session, back + '<p class="product-info">' + "It holds tea. " * 400 + "</p>")
+
+    def done(self, _, session, asin, chosen):
+        _, right, wanted = self.goal(session)
+        bought = ast.literal_eval(chosen)
+        reward = (asin == right) * (1 + all(bought.get(k) == v for k, v in wanted.items())) / 2
+        return f'<h1>Thank you</h1><h3 id="reward">Your score (min 0.0, max 1.0)<pre>{reward}</pre></h3>'
+
+
+@functools.cache
+def no_browser():
+    """Why no browser can be driven here, "" if one can."""
+    try:
+        from playwright.sync_api import Error, sync_playwright
+    except ImportError:
+        return "the browser tests need: pip install playwright"
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium-headless-shell") or shutil.which("chromium")
+    with sync_playwright() as playwright:
+        try:
+            playwright.chromium.launch(executable_path=path, args=["--no-sandbox"]).close()
+        except Error as error:
+            return f"the browser tests need Chromium: {str(error).splitlines()[0]}"
+    return ""
+
+
+@pytest.fixture
+def shop(monkeypatch):
+    if reason := no_browser():
+        pytest.skip(reason)
+    server = Shop()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("WEBSHOP_URL", server.url)
+    yield server
+    server.answers.set()
+    server.shutdown()
+    server.server_close()
+
+
+def buy(env, info, words):
+    """Step through "search[...]" or click names; the last step's result."""
+    for word in words:
+        answer = json.dumps({"thoughts": "", "action": word if "[" in word else f"click[{word}]"})
+        action = parse_action(answer, info["actions"])
+        assert action is not None, (word, info["actions"])
+        *result, info = env.step(action)
+    return *result, info
+
+
+def test_shopping_in_a_real_browser(shop):
+    env = envs.make_env("WebShop")
+    check_env(env, skip_render_check=True)
+    purchases = [
+        ("a red mug, large", ["search[Red Mug]", "B0RED", "large", "buy now"], 1.0),
+        ("a red mug, large", ["search[mug]", "b0red", "Dark Red", "description", "< prev", "buy now"], 0.5),
+        ("a red mug, large", ["search[mug]", "b0blue", "< prev", "b0blue", "buy now"], 0.0),
+        ("a blue mug", ["search[nothing]", "back to search", "search[blue]", "b0blue", "buy now"], 1.0),
+    ]
+    seeds = {env.reset(seed=seed)[1]["task"]: seed for seed in range(20)}
+    for task, words, pays in purchases:
+        observation, info = env.reset(seed=seeds[task])
+        assert info["task"] == task and info["actions"] == ["search[...]"] and task in observation["text"]
+        observation, reward, terminated, truncated, info = buy(env, info, words)
+        assert (reward, terminated, truncated) == (pays, True, False) and info["success"] == (pays == 1)
+        assert observation["image"].shape == (640, 640, 3) and "Thank you" in observation["text"]
+    env.close()
+
+
+def test_what_is_on_the_page_is_admissible_and_nothing_else(shop):
+    env = envs.make_env("WebShop", max_episode_steps=6)
+    _, info = env.reset(seed=0)
+    for action in ("", "click[buy now]", "search[a[b]]", "search[]", "click[search]"):
+        assert env.step(action)[1:4] == (0.0, False, False)
+    assert env.step("search[mug]")[1:4] == (0.0, False, True)
+    observation, info = env.reset(seed=0)
+    *_, info = buy(env, info, ["search[mug]", "b0red"])
+    assert info["actions"] == [
+        "click[back to search]", "click[< prev]", "click[description]", "click[buy now]",
+        "click[small]", "click[large]", "click[red]", "click[dark red]",
+    ]  # fmt: skip
+    observation, *_ = env.step("click[description]")
+    assert len(observation["text"]) < 4100 and observation["text"].endswith("more characters)")
+    env.close()
+
+
+def test_seeds_are_goals_of_a_split(shop):
+    tasks = {}
+    for split in ("train", "eval"):
+        env = envs.make_env("WebShop", split=split)
+        assert [env.reset(seed=seed)[1]["task"] for seed in (1, 2)] == [
+            env.reset(seed=s)[1]["task"] for s in (1, 2)
+        ]
+        tasks[split] = set(env.goals)
+        env.close()
+    assert tasks["train"] | tasks["eval"] == set(range(len(SHOPPING))) and not tasks["train"] & tasks["eval"]
+
+
+def test_browsers_work_side_by_side(shop):
+    """The site answers a search only when two ask at once: one after the other would never end well."""
+    args = Args(env="WebShop", max_episode_steps=9, env_timeout=60)
+    agents = [vldac.Agent(args, index) for index in range(2)]
+    for agent in agents:
+        agent.reset(agent.index)
+    shop.together = threading.Barrier(2)
+    words = ["search[red mug]", "search[blue mug]"]
+    for agent, action in zip(agents, words, strict=True):
+        agent.start(action)
+    results = [agent.step(action) for agent, action in zip(agents, words, strict=True)]
+    assert results == [(0.0, False)] * 2
+    assert [agent.info["actions"][-1] for agent in agents] == ["click[b0blue]"] * 2
+    assert not shop.together.broken
+    shop.together = None
+    agents[0].start("click[b0red]"), agents[1].start("click[back to search]")
+    assert [agent.step(a) for agent, a in zip(agents, ["click[b0red]", "click[back to search]"], strict=True)]
+    assert "click[large]" in agents[0].info["actions"] and agents[1].info["actions"] == ["search[...]"]
+    for agent in agents:
+        agent.env.close()
+
+
+@pytest.mark.parametrize("trouble", ["gone", "never"])
+def test_a_shop_in_trouble(trouble, shop, monkeypatch):
+    """The server ends, or a page never comes: a line with seed and actions."""
+    monkeypatch.setattr(envs.WebShop, "patience", 1.0)
+    agent = vldac.Agent(Args(env="WebShop", max_episode_steps=9))
+    agent.reset(3)
+    agent.step("search[mug]")
+    if trouble == "gone":
+        shop.shutdown(), shop.server_close()
+    else:
+        shop.never = "item_page"
+    with pytest.raises(vldac.WorldError, match=r"env.reset\(seed=3\)"):
+        agent.step("click[b0red]")
+    agent.env.close()
+
+
+def test_no_shop_and_a_broken_one(shop, monkeypatch, capsys, tmp_path):
+    argv = ["--env", "WebShop", "--model", "tiny", "--runs_dir", tmp_path / "runs"]
+    monkeypatch.setattr(f"{__name__}.SHOPPING", [])  # error 500 from the first page on
+    status, line = stopped(argv, capsys)
+    assert status == 2 and "answers 500" in line and "setup.sh" in line
+    monkeypatch.setenv("WEBSHOP_URL", "http://127.0.0.1:9")
+    status, line = stopped(argv, capsys)
+    assert status == 2 and "no WebShop at http://127.0.0.1:9" in line and "flask --app" in line
+    monkeypatch.undo()
+
+
+def test_no_browser(shop, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("CHROMIUM", str(tmp_path / "nowhere"))
+    status, line = stopped(["--env", "WebShop", "--model", "tiny", "--runs_dir", tmp_path / "runs"], capsys)
+    assert status == 2 and "playwright install" in line
 
 
 # -------------------------------------------------------------------------------------------- a whole run
@@ -2724,4 +3186,6 @@ def speed_of_trl(args, setting):
 if __name__ == "__main__":
     command, *rest = sys.argv[1:]
     kill = lambda trials: kill_at_random(int(trials))  # noqa: E731
-    {"gradients": gradients_of_sixteen, "kill": kill, "speed": measure_speed}[command](*rest)
+    shop = lambda: Shop(3000).serve_forever()  # noqa: E731
+    commands = {"games": write_games, "gradients": gradients_of_sixteen, "kill": kill, "shop": shop}
+    (commands | {"speed": measure_speed})[command](*rest)

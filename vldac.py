@@ -101,6 +101,7 @@ class Args:
     env: str = "OneRoom"  # a world of envs.py, or package.module:callable for your own
     model: str | None = None  # hub name, local folder or "tiny", the toy; default: 7B with CUDA, else tiny
     adapter: str | None = None  # folder of a trained adapter to start from
+    split: Literal["train", "eval"] = "train"  # of the games or goals, in a world that has only so many
     seed: int = 0
     device: str | None = None  # default: cuda where there is one, else cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the base model; auto: bfloat16 on a GPU
@@ -486,7 +487,7 @@ class Agent:
     def __init__(self, args: Args, index=0, helpers=False):
         self.args, self.index, self.episode = args, index, 0
         limits = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
-        self.env = envs.make_env(args.env, helpers=helpers, **limits)
+        self.env = envs.make_env(args.env, helpers=helpers, split=args.split, **limits)
 
     def reset(self, seed):
         self.seed, self.actions, self.total = seed, [], 0.0  # the episode, if it must be played again
@@ -514,6 +515,11 @@ class Agent:
         messages = build_prompt(seen, self.info["actions"], self.task, taken, left)
         return messages, [observation["image"] for observation in seen]
 
+    def start(self, action: str | None):
+        """Let a slow world begin the step that is about to be played, so that many work side by side."""
+        if hasattr(self.env.unwrapped, "start"):
+            self.env.unwrapped.start(action or "")
+
     def step(self, action: str | None):
         """Play a parsed action, "" if there was none (deviation 5). Returns reward, done (deviation 6)."""
         self.actions.append(action or "")
@@ -537,6 +543,8 @@ def act(policy, agents, timer):
     texts = [policy.decode(response) for response in responses]
     actions = [parse_action(text, a.info["actions"]) for text, a in zip(texts, agents, strict=True)]
     with timer("env"):
+        for agent, action in zip(agents, actions, strict=True):
+            agent.start(action)
         results = [agent.step(action) for agent, action in zip(agents, actions, strict=True)]
     rewards, dones = map(list, zip(*results, strict=True))
     return prompts, responses, texts, actions, rewards, dones
@@ -715,7 +723,8 @@ def train(args: Args, folder: Path, log):
     num_updates = args.total_timesteps // rollout_steps
     N = args.num_envs // PROCESSES  # environments of this process
     agents = [Agent(args, index) for index in range(RANK * N, (RANK + 1) * N)]
-    judges = [Agent(args, helpers=True) for _ in range(min(N, args.eval_episodes))]
+    held_out = dataclasses.replace(args, split="eval")
+    judges = [Agent(held_out, helpers=True) for _ in range(min(N, args.eval_episodes))]
     state = load_checkpoint(checkpoint, policy, optimizer, agents)
     best = state["best"]
     log.begin(state, policy, optimizer, agents[0])
@@ -792,7 +801,8 @@ CHAT = (
 
 def imitation_examples(args, count, seed):
     """(prompt, caption, hint, actions) of states met by a player who half of the time follows the hint."""
-    agents, examples, rng = [Agent(args, helpers=True) for _ in range(16)], [], random.Random(seed)
+    args, examples, rng = dataclasses.replace(args, split="train"), [], random.Random(seed)
+    agents = [Agent(args, helpers=True) for _ in range(min(16, args.num_envs))]
     for agent in agents:
         agent.reset(rng.randrange(2**30, 2**31))
     while len(examples) < count:
@@ -861,6 +871,7 @@ def tiny(args: Args) -> Path:
         sources.append(sys.modules[args.env.partition(":")[0]])
     parts = [inspect.getsource(source) for source in sources] + [torch.__version__, transformers.__version__]
     parts += [args.env, args.seed, args.num_images, args.max_image_tokens, args.max_episode_steps]
+    parts.append(min(16, args.num_envs))
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vldac"
     folder = cache / f"{re.sub(r'[^A-Za-z0-9]+', '-', args.env)}-{key}"
@@ -883,6 +894,8 @@ def warm_start(args: Args, folder: Path, steps=600, batch_size=48, rounds=3, cou
     """
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
+    if args.env in envs.TEXT:  # slow simulators: a short lesson, enough to see it run
+        rounds, count = 1, count // 10
     examples = imitation_examples(args, count, args.seed)
     held_out = imitation_examples(args, min(512, count), args.seed + 1)
 
