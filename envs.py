@@ -18,6 +18,7 @@ A slow world may have a method `start(action)`: it begins a step, and `step(acti
 so that many of them work side by side.
 """
 
+import ast
 import contextlib
 import difflib
 import functools
@@ -36,7 +37,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 import gymnasium as gym
 import numpy as np
@@ -768,8 +769,11 @@ class WebShop(World):
     def _admissible(self, action):
         if self.begun:
             return action == self.begun[0]
-        searched = isinstance(action, str) and re.fullmatch(r"search\[[^\[\]]{1,100}\]", action)
-        return super()._admissible(action) or bool(searched and "search[...]" in self.actions)
+        if isinstance(action, str) and action.startswith("search["):  # with a word, or the site may stumble
+            return "search[...]" in self.actions and bool(
+                re.fullmatch(r"search\[[^\[\]]*\w[^\[\]]*\]", action)
+            )
+        return super()._admissible(action)
 
     def _step(self, action):
         (_, future), self.begun = self.begun or (action, self.thread.submit(self._play, action)), None
@@ -786,7 +790,7 @@ class WebShop(World):
     def _play(self, action):
         kind, _, words = action[:-1].partition("[")
         if kind == "search":
-            self.page.fill("#search_input", words)
+            self.page.fill("#search_input", re.sub(r"[/<>]", " ", words))  # of its addresses and commands
             element = self.page.query_selector("form button")
         else:
             element = self.elements[words]
@@ -803,18 +807,24 @@ class WebShop(World):
             raise RuntimeError(f"the site answers {response.status} at {response.url}: see its own output")
         with contextlib.suppress(self.TimeoutError):  # a picture from elsewhere may never come
             self.page.wait_for_load_state("load", timeout=5000)
+        path = urlsplit(self.page.url).path
+        self.place, chosen = path.split("/")[1], []
+        if self.place == "item_page":  # the page's script would mark what the address says is chosen
+            chosen = list(ast.literal_eval(unquote(path.rpartition("/")[2])).values())
+        radios = {e.get_attribute("value"): e for e in self.page.query_selector_all("input[type=radio]")}
+        for name in chosen:
+            radios[name].evaluate("radio => { radio.checked = true }")
         self.image = np.array(Image.open(io.BytesIO(self.page.screenshot())).convert("RGB"))
-        self.body = self.page.inner_text("body")
+        self.body = self.page.inner_text("body") + (f"\nChosen: {', '.join(chosen)}" if chosen else "")
         instruction, reward = (self.page.query_selector(x) for x in ("#instruction-text", "#reward pre"))
         if instruction:
             self.instruction = " ".join(instruction.inner_text().partition(":")[2].split())
         self.reward = float(reward.inner_text()) if reward else None
-        self.place = urlsplit(self.page.url).path.split("/")[1]
+        found = [(e.inner_text(), e) for e in self.page.query_selector_all(".btn, .product-link")]
         self.products = {
             e.inner_text().strip().lower() for e in self.page.query_selector_all(".product-link")
         }
-        found = [(e.inner_text(), e) for e in self.page.query_selector_all(".btn, .product-link")]
-        found += [(e.get_attribute("value"), e) for e in self.page.query_selector_all("input[type=radio]")]
+        found += radios.items()
         self.elements = {name.strip().lower(): element for name, element in reversed(found)}
         names = list(dict.fromkeys(name.strip().lower() for name, _ in found))
         bar = "search" in names and self.page.query_selector("#search_input") is not None

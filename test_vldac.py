@@ -472,7 +472,7 @@ def test_features_for_pixels_change_nothing(family, model_folder):
     """1 to 3 images per prompt, in other batches than those in which they were seen; values and all."""
     policy = make_policy(model_folder(family))
     prompts = [policy.encode(*prompt) for prompt in some_prompts((2, 1, 3))]
-    seen = policy.see(prompts)
+    seen = vldac.see(policy, prompts)
     assert not any(key.startswith("pixel") for prompt in seen for key in prompt)
     tokens, mask = policy.pad([[9, 10, 11], [12], [13, 14]])
     for index in ([0, 1, 2], [2, 0], [1]):
@@ -492,7 +492,7 @@ def test_a_vision_tower_with_adapters_looks_every_time(model_folder, tmp_path):
     get_peft_model(base, config).save_pretrained(tmp_path)
     policy = make_policy(model_folder(), adapter=str(tmp_path))
     prompts = [policy.encode(*prompt) for prompt in some_prompts()]
-    assert all("pixel_values" in prompt for prompt in policy.see(prompts))
+    assert all("pixel_values" in prompt for prompt in vldac.see(policy, prompts))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -1665,7 +1665,7 @@ def test_shopping_in_a_real_browser(shop):
         ("a red mug, large", ["search[Red Mug]", "B0RED", "large", "buy now"], 1.0),
         ("a red mug, large", ["search[mug]", "b0red", "Dark Red", "description", "< prev", "buy now"], 0.5),
         ("a red mug, large", ["search[mug]", "b0blue", "< prev", "b0blue", "buy now"], 0.0),
-        ("a blue mug", ["search[nothing]", "back to search", "search[blue]", "b0blue", "buy now"], 1.0),
+        ("a blue mug", ["search[<r> no/thing]", "back to search", "search[blue]", "b0blue", "buy now"], 1.0),
     ]
     seeds = {env.reset(seed=seed)[1]["task"]: seed for seed in range(20)}
     for task, words, pays in purchases:
@@ -1680,7 +1680,7 @@ def test_shopping_in_a_real_browser(shop):
 def test_what_is_on_the_page_is_admissible_and_nothing_else(shop):
     env = envs.make_env("WebShop", max_episode_steps=6)
     _, info = env.reset(seed=0)
-    for action in ("", "click[buy now]", "search[a[b]]", "search[]", "click[search]"):
+    for action in ("", "click[buy now]", "search[...]", "search[]", "click[search]"):
         assert env.step(action)[1:4] == (0.0, False, False)
     assert env.step("search[mug]")[1:4] == (0.0, False, True)
     observation, info = env.reset(seed=0)
@@ -1689,6 +1689,10 @@ def test_what_is_on_the_page_is_admissible_and_nothing_else(shop):
         "click[back to search]", "click[< prev]", "click[description]", "click[buy now]",
         "click[small]", "click[large]", "click[red]", "click[dark red]",
     ]  # fmt: skip
+    before, *_ = env.step("click[large]")
+    after, *_ = env.step("click[dark red]")
+    assert before["text"].endswith("Chosen: large") and after["text"].endswith("Chosen: large, dark red")
+    assert (before["image"] != after["image"]).any()
     observation, *_ = env.step("click[description]")
     assert len(observation["text"]) < 4100 and observation["text"].endswith("more characters)")
     env.close()

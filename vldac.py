@@ -334,13 +334,11 @@ class VLMPolicy(nn.Module):
             config = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=LORA_TARGETS)
             self.vlm = get_peft_model(model, config)
         self.base = self.vlm.get_base_model()  # the same model, adapters inside, without peft's wrapper
-        self.vision_is_trained = False  # only by an adapter that was made elsewhere
-        for name, module in self.base.named_modules():
+        for module in self.base.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0  # deviation 4
             if isinstance(module, BaseTunerLayer):
                 module.cast_input_dtype_enabled = False  # autocast does it, and keeps no fp32 copy of inputs
-                self.vision_is_trained |= not re.fullmatch(LORA_TARGETS, name)
         if args.gradient_checkpointing:
             self.base.activation_checkpointing_enable()
 
@@ -378,26 +376,6 @@ class VLMPolicy(nn.Module):
         inputs = self.processor(text=[text], images=[images], return_tensors="pt")
         return dict(inputs.to(getattr(torch, self.args.dtype)))  # pixels; ids stay integers
 
-    @torch.no_grad()
-    def see(self, prompts) -> list[dict]:
-        """The same prompts with their images' features for pixels: the vision tower, frozen, looks once.
-
-        Without it every forward pass looks again.
-        """
-        if self.vision_is_trained:
-            return prompts
-        batch = self.batch(prompts)
-        ids = batch["input_ids"]
-        with self.autocast:
-            seen = self.base.get_image_features(**{k: x for k, x in batch.items() if x.shape != ids.shape})
-        self.as_tensor = torch.is_tensor(seen.pooler_output)  # Gemma; elsewhere it is a list
-        levels = [seen.pooler_output, *getattr(seen, "deepstack_features", ())]  # Qwen3-VL has several
-        features = torch.stack([torch.cat(list(level)) for level in levels], 1)  # (tokens, levels, H)
-        placeholders = torch.isin(ids, torch.tensor(self.banned_ids, device=ids.device)).sum(1)
-        shares = features.cpu().split(placeholders.tolist())
-        prompts = [{k: x for k, x in prompt.items() if not k.startswith("pixel")} for prompt in prompts]
-        return [prompt | {"features": share} for prompt, share in zip(prompts, shares, strict=True)]
-
     def batch(self, prompts) -> dict:
         """B prompts as one batch on the device: ids and mask (B, P), padded on the left; their images."""
         batch = {}
@@ -407,12 +385,7 @@ class VLMPolicy(nn.Module):
                 rows, fill = [part[0] for part in parts], self.pad_id if key == "input_ids" else 0
                 parts = [pad_sequence(rows, batch_first=True, padding_value=fill, padding_side="left")]
             batch[key] = torch.cat(parts).to(self.args.device)  # or all images, one after another
-        if "features" in batch:
-            features, *deepstack = ([level] for level in batch.pop("features").unbind(1))
-            features = torch.stack(features) if self.as_tensor else features
-            seen = types.SimpleNamespace(pooler_output=features, deepstack_features=deepstack)
-            batch["mm_encoder_outputs"] = {"image": seen}
-        return batch
+        return with_features(batch)
 
     @torch.no_grad()
     def sample(self, prompts) -> list[list[int]]:
@@ -537,7 +510,7 @@ def act(policy, agents, timer):
     if interrupts:
         raise Interrupted
     with timer("encode"):
-        prompts = policy.see([policy.encode(*agent.prompt()) for agent in agents])
+        prompts = see(policy, [policy.encode(*agent.prompt()) for agent in agents])
     with timer("generate"):
         responses = policy.sample(prompts)  # deviation 10
     texts = [policy.decode(response) for response in responses]
@@ -571,7 +544,7 @@ def collect(policy, agents, args: Args, timer):
                     record["finished"].append([agent.seed, agent.success, agent.total, len(agent.actions)])
                 agent.next_episode()
     with timer("encode"):
-        last_prompts = policy.see([policy.encode(*agent.prompt()) for agent in agents])
+        last_prompts = see(policy, [policy.encode(*agent.prompt()) for agent in agents])
     return prompts, responses, rewards, dones, last_prompts, record | {"responses": responses}
 
 
@@ -1350,6 +1323,38 @@ def gather(x) -> list:
         shares = [None] * PROCESSES
         dist.all_gather_object(shares, x)
     return shares
+
+
+@torch.no_grad()
+def see(policy, prompts) -> list[dict]:
+    """The prompts with their images' features for pixels: the frozen vision tower looks once, not per pass.
+
+    The features are (tokens, levels, H): Qwen3-VL has several levels, the others one.
+    """
+    tuned = [name for name, module in policy.base.named_modules() if isinstance(module, BaseTunerLayer)]
+    if not all(re.fullmatch(LORA_TARGETS, name) for name in tuned):  # an adapter that was made elsewhere
+        return prompts
+    batch = policy.batch(prompts)
+    ids = batch["input_ids"]
+    with policy.autocast:
+        seen = policy.base.get_image_features(**{k: x for k, x in batch.items() if x.shape != ids.shape})
+    levels = [seen.pooler_output, *getattr(seen, "deepstack_features", ())]
+    features = torch.stack([torch.cat(list(level)) for level in levels], 1)
+    placeholders = torch.isin(ids, torch.tensor(policy.banned_ids, device=ids.device)).sum(1)
+    shares = features.cpu().split(placeholders.tolist())
+    prompts = [{k: x for k, x in prompt.items() if not k.startswith("pixel")} for prompt in prompts]
+    key = "tensor_features" if torch.is_tensor(seen.pooler_output) else "features"  # Gemma's are one tensor
+    return [prompt | {key: share} for prompt, share in zip(prompts, shares, strict=True)]
+
+
+def with_features(batch) -> dict:
+    """A batch of prompts with their features, if they have any, in the form that the model takes."""
+    for key in {"features", "tensor_features"} & batch.keys():
+        features, *deepstack = ([level] for level in batch.pop(key).unbind(1))
+        features = torch.stack(features) if key == "tensor_features" else features
+        seen = types.SimpleNamespace(pooler_output=features, deepstack_features=deepstack)
+        batch["mm_encoder_outputs"] = {"image": seen}
+    return batch
 
 
 def micro_batches(prompts, mask, index, size):
