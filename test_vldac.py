@@ -1526,7 +1526,7 @@ class Shop(http.server.ThreadingHTTPServer):
     def __init__(self, port=0):
         super().__init__(("127.0.0.1", port), ShopPages)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.answers, self.never, self.together = threading.Event(), None, None
+        self.answers, self.never, self.together, self.sentences = threading.Event(), None, None, 3
 
 
 class ShopPages(http.server.BaseHTTPRequestHandler):
@@ -1610,7 +1610,9 @@ class ShopPages(http.server.BaseHTTPRequestHandler):
 
     def details(self, _, session, asin, keywords, page, __, chosen):
         back = self.button(f"/item_page/{session}/{asin}/{keywords}/{page}/{chosen}", "&lt; Prev")
-        return self.frame(session, back + '<p class="product-info">' + "It holds tea. " * 400 + "</p>")
+        return self.frame(
+            session, back + '<p class="product-info">' + "It holds tea. " * self.server.sentences + "</p>"
+        )
 
     def done(self, _, session, asin, chosen):
         _, right, wanted = self.goal(session)
@@ -1678,6 +1680,7 @@ def test_shopping_in_a_real_browser(shop):
 
 
 def test_what_is_on_the_page_is_admissible_and_nothing_else(shop):
+    shop.sentences = 400
     env = envs.make_env("WebShop", max_episode_steps=6)
     _, info = env.reset(seed=0)
     for action in ("", "click[buy now]", "search[...]", "search[]", "click[search]"):
@@ -1745,6 +1748,14 @@ def test_a_shop_in_trouble(trouble, shop, monkeypatch):
         shop.never = "item_page"
     with pytest.raises(vldac.WorldError, match=r"env.reset\(seed=3\)"):
         agent.step("click[b0red]")
+    agent.env.close()
+
+
+def test_a_goal_that_the_site_no_longer_has(shop, monkeypatch):
+    agent = vldac.Agent(Args(env="WebShop"))
+    monkeypatch.setattr(f"{__name__}.SHOPPING", [])
+    with pytest.raises(vldac.WorldError, match="the site answers 500"):
+        agent.reset(4)
     agent.env.close()
 
 
@@ -3190,6 +3201,6 @@ def speed_of_trl(args, setting):
 if __name__ == "__main__":
     command, *rest = sys.argv[1:]
     kill = lambda trials: kill_at_random(int(trials))  # noqa: E731
-    shop = lambda: Shop(3000).serve_forever()  # noqa: E731
+    shop = lambda: print("a shop on port 3000", flush=True) or Shop(3000).serve_forever()  # noqa: E731
     commands = {"games": write_games, "gradients": gradients_of_sixteen, "kill": kill, "shop": shop}
     (commands | {"speed": measure_speed})[command](*rest)

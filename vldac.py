@@ -868,7 +868,7 @@ def warm_start(args: Args, folder: Path, steps=600, batch_size=48, rounds=3, cou
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     if args.env in envs.TEXT:  # slow simulators: a short lesson, enough to see it run
-        steps, rounds, count = steps // 2, 1, count // 10
+        steps, rounds, count = steps // 4, 1, count // 30
     examples = imitation_examples(args, count, args.seed)
     held_out = imitation_examples(args, min(512, count), args.seed + 1)
 
