@@ -1798,7 +1798,18 @@ class Signal(envs.World):
         return np.zeros((28, 28, 3), np.uint8)
 
     def _text(self):
-        return f"Go {self.way}!"
+        return f"Go {getattr(self, 'way', 'on')}!"
+
+
+def test_a_long_list_of_actions_is_cut_and_says_so():
+    env = Signal()
+    env.actions = tuple(f"press {k}" for k in range(200))
+    env._reset = lambda: None
+    env._step = lambda action: (1.0, False)
+    observation, info = env.reset(seed=0)
+    assert info["actions"] == list(env.actions[:150])
+    assert observation["text"].endswith("(50 more actions are not listed.)")
+    assert [env.step(action)[1] for action in ("press 149", "press 150")] == [1.0, 0.0]
 
 
 def run(tmp_path, *argv, name="run"):
