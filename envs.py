@@ -812,10 +812,10 @@ class WebShop(World):
         if self.place == "item_page":  # the page's script would mark what the address says is chosen
             chosen = list(ast.literal_eval(unquote(path.rpartition("/")[2])).values())
         radios = {e.get_attribute("value"): e for e in self.page.query_selector_all("input[type=radio]")}
-        for name in chosen:
+        for name in radios.keys() & chosen:
             radios[name].evaluate("radio => { radio.checked = true }")
         self.image = np.array(Image.open(io.BytesIO(self.page.screenshot())).convert("RGB"))
-        self.body = self.page.inner_text("body") + (f"\nChosen: {', '.join(chosen)}" if chosen else "")
+        self.body = (f"Chosen: {', '.join(chosen)}\n" if chosen else "") + self.page.inner_text("body")
         instruction, reward = (self.page.query_selector(x) for x in ("#instruction-text", "#reward pre"))
         if instruction:
             self.instruction = " ".join(instruction.inner_text().partition(":")[2].split())

@@ -1584,10 +1584,11 @@ def save_checkpoint(folder: Path, policy, optimizer, state: dict):
 def load_checkpoint(checkpoint: Path | None, policy, optimizer, agents) -> dict:
     """Bring all but the adapter to where `save_checkpoint` was called, or to the start. Returns the state."""
     if checkpoint is None:
-        for agent in agents:
-            agent.first_episode()
-        if agents[0].args.algo == "loop":
+        if policy.args.algo == "loop":
             start_groups(agents)
+        else:
+            for agent in agents:
+                agent.first_episode()
         return {"update": 0, "best": -math.inf, "log": (0, [], None, 0)}
     try:
         policy.value_head.load_state_dict(load_file(checkpoint / "value_head.safetensors"))
