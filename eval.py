@@ -289,7 +289,7 @@ def load_curve(path) -> dict:
     last = {key: x for row in rows for key, x in row.items()}  # the last value of each
     return {
         "world": args["env"],
-        "label": path.name.removesuffix(f"-{args['seed']}"),
+        "label": path.name.removeprefix(f"{args['env']}-").removesuffix(f"-{args['seed']}"),
         "kind": json.dumps({key: x for key, x in args.items() if key not in BOOKKEEPING}),
         "seed": args["seed"],
         "steps": steps,
@@ -299,20 +299,19 @@ def load_curve(path) -> dict:
     }
 
 
-def tabulate(runs, start, end) -> list[str]:
-    """A row per run of one world: its success at the end, mean from `start` to `end`, steps to 0.8, text."""
-    rows = []
+def tabulate(runs, start, end) -> str:
+    """A row of several runs of one kind, their figures side by side; means are from `start` to `end`."""
+    cells = []
     for run in runs:
         grid = np.linspace(start, end, 1000)
         mean = np.interp(grid, run["steps"], run["rates"]).mean()
         solved = run["steps"][run["rates"] >= 0.8]
         steps = f"{solved[0]:,}" if len(solved) else "never"
-        agreement = "" if run["agreement"] is None else f"{run['agreement']:.3f}"
-        rows.append(
-            f"| {run['world']} | {run['label']} | {run['seed']} | {run['rates'][-1]:.2f} | {mean:.2f} "
-            f"| {steps} | {run['parsed']:.3f} | {agreement} |"
-        )
-    return rows
+        agreement = "-" if run["agreement"] is None else f"{run['agreement']:.2f}"
+        cells.append((str(run["seed"]), f"{run['rates'][-1]:.2f}", f"{mean:.2f}", steps))
+        cells[-1] += f"{run['parsed']:.3f}", agreement
+    columns = [" / ".join(column) for column in zip(*cells, strict=True)]
+    return f"| {' | '.join([runs[0]['world'], runs[0]['label'], *columns])} |"
 
 
 def plot(paths, out):
@@ -330,31 +329,32 @@ def plot(paths, out):
     if not runs:
         raise UserError("--plot needs at least one folder of a run")
     worlds = sorted({run["world"] for run in runs})
+    labels = list(dict.fromkeys(run["label"] for run in runs))  # a colour each, the same in every panel
     figure, axes = plt.subplots(
         1, len(worlds), figsize=(5 * len(worlds), 3.4), squeeze=False, layout="constrained"
     )
-    print("| world | run | seed | success at the end | mean | steps to 0.8 | parsed | true thoughts |")
+    print("| world | run | seeds | success at the end | mean | steps to 0.8 | parsed | true thoughts |")
     print("|---|---|---|---|---|---|---|---|")
     for axis, world in zip(axes[0], worlds, strict=True):
         here = [run for run in runs if run["world"] == world]
         start, end = max(run["steps"][0] for run in here), min(run["steps"][-1] for run in here)
         steps = np.unique(np.concatenate([run["steps"] for run in here]))
         steps = steps[(steps >= start) & (steps <= end)]  # those that all runs have reached
-        kinds = list(dict.fromkeys(run["kind"] for run in here))
-        for kind in kinds:
+        for kind in dict.fromkeys(run["kind"] for run in here):
             same = [run for run in here if run["kind"] == kind]
             rates = np.array([np.interp(steps, run["steps"], run["rates"]) for run in same])
-            label = same[0]["label"] if len(kinds) > 1 else "training"
-            axis.plot(steps, rates.mean(0), label=f"{label}, {len(same)} run{'s' * (len(same) > 1)}")
-            axis.fill_between(steps, rates.min(0), rates.max(0), alpha=0.2, linewidth=0)
+            label, color = same[0]["label"], f"C{labels.index(same[0]['label'])}"
+            label += f", {len(same)} run{'s' * (len(same) > 1)}"
+            axis.plot(steps, rates.mean(0), label=label, color=color)
+            axis.fill_between(steps, rates.min(0), rates.max(0), alpha=0.2, linewidth=0, color=color)
+            print(tabulate(same, start, end))
         levels_here = [(name, result) for name, result in levels if result["task"]["env"] == world]
         for k, (name, result) in enumerate(levels_here):
             name = name if result["policy"] == "model" else result["policy"]
             rate = rate_of(result["summary"])[1]
-            axis.axhline(rate, linestyle="--", color=f"C{len(kinds) + k}", label=name)
+            axis.axhline(rate, linestyle="--", color=f"C{len(labels) + k}", label=name)
         axis.set(title=world, xlabel="environment steps", ylabel="success", ylim=(-0.02, 1.02))
         axis.legend(fontsize="small")
-        print("\n".join(tabulate(here, start, end)))
     figure.savefig(out, dpi=120)
     print(out)
 

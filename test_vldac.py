@@ -2933,6 +2933,7 @@ def test_learning_curves(finished_run, tmp_path, capsys, monkeypatch):
     )
     with Image.open(tmp_path / "c.png") as picture:
         assert picture.width > 300
+    assert "| 0 / 0 |" in capsys.readouterr().out  # the seeds of one kind of run, in one row
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit) as stop:
         evaluation.main(["--plot", str(finished_run)])
