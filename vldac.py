@@ -881,9 +881,9 @@ def warm_start(args: Args, folder: Path, steps=600, batch_size=48, rounds=3, cou
     toy = VLMPolicy(dataclasses.replace(args, device="cpu", dtype="float32", adapter=None), model, processor)
     for name, parameter in toy.base.named_parameters():
         parameter.requires_grad_("lora_" not in name)
-    examples, held_out = (
-        [(toy.encode(*prompt), *rest) for prompt, *rest in some] for some in (examples, held_out)
-    )
+    for some in (examples, held_out):
+        for k, (prompt, *rest) in enumerate(some):
+            some[k] = toy.encode(*prompt), *rest  # in place, so that the frames are let go
     by_caption = {}
     for example in examples:
         by_caption.setdefault(example[1], []).append(example)
