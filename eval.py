@@ -308,8 +308,8 @@ def tabulate(runs, start, end) -> str:
         solved = run["steps"][run["rates"] >= 0.8]
         steps = f"{solved[0]:,}" if len(solved) else "never"
         agreement = "-" if run["agreement"] is None else f"{run['agreement']:.2f}"
-        cells.append((str(run["seed"]), f"{run['rates'][-1]:.2f}", f"{mean:.2f}", steps))
-        cells[-1] += f"{run['parsed']:.3f}", agreement
+        success = f"{run['rates'][-1]:.2f}", f"{mean:.2f}", steps
+        cells.append((str(run["seed"]), *success, f"{run['parsed']:.3f}", agreement))
     columns = [" / ".join(column) for column in zip(*cells, strict=True)]
     return f"| {' | '.join([runs[0]['world'], runs[0]['label'], *columns])} |"
 
