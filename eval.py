@@ -370,7 +370,7 @@ def merge(args, folder):
     agent.reset(0)
     prompts = []
     for k in range(4):  # real prompts, of growing length
-        prompts.append(policy.encode(*agent.prompt()))
+        prompts.append(policy.encode(agent.prompt()))
         agent.step(agent.info["actions"][k % len(agent.info["actions"])])
 
     @torch.no_grad()

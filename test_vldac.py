@@ -414,7 +414,7 @@ def some_prompts(counts=(1, 2, 3)):
 def test_sampling_and_scoring_agree(family, model_folder):
     """Left-padded batch = one by one = the sampler's own log-probabilities, first and stop token included."""
     policy = make_policy(model_folder(family), temperature=1.3)
-    prompts = [policy.encode(*prompt) for prompt in some_prompts()]
+    prompts = [policy.encode(prompt) for prompt in some_prompts()]
     batch = policy.batch(prompts)
     policy.eval()
     out = policy.base.generate(
@@ -447,7 +447,7 @@ def test_every_token_but_placeholders_can_be_sampled_and_either_stop_id_ends_a_t
     policy = make_policy(model_folder(family), max_new_tokens=30)
     V = policy.base.config.get_text_config().vocab_size
     assert len(policy.stop_ids) == 2 and policy.banned_ids
-    prompts = [policy.encode(*some_prompts([1])[0])] * 4
+    prompts = [policy.encode(*some_prompts([1]))] * 4
     out = policy.eval().base.generate(
         **policy.batch(prompts),
         generation_config=policy.base.generation_config,
@@ -471,8 +471,8 @@ def test_every_token_but_placeholders_can_be_sampled_and_either_stop_id_ends_a_t
 def test_features_for_pixels_change_nothing(family, model_folder):
     """1 to 3 images per prompt, in other batches than those in which they were seen; values and all."""
     policy = make_policy(model_folder(family))
-    prompts = [policy.encode(*prompt) for prompt in some_prompts((2, 1, 3))]
-    seen = vldac.see(policy, prompts)
+    prompts = [policy.encode(prompt) for prompt in some_prompts((2, 1, 3))]
+    seen = vldac.see(policy, some_prompts((2, 1, 3)))
     assert not any(key.startswith("pixel") for prompt in seen for key in prompt)
     tokens, mask = policy.pad([[9, 10, 11], [12], [13, 14]])
     for index in ([0, 1, 2], [2, 0], [1]):
@@ -491,8 +491,7 @@ def test_a_vision_tower_with_adapters_looks_every_time(model_folder, tmp_path):
     config = LoraConfig(r=4, target_modules=r".*\.(q_proj|v_proj|qkv)", init_lora_weights=False)
     get_peft_model(base, config).save_pretrained(tmp_path)
     policy = make_policy(model_folder(), adapter=str(tmp_path))
-    prompts = [policy.encode(*prompt) for prompt in some_prompts()]
-    assert all("pixel_values" in prompt for prompt in vldac.see(policy, prompts))
+    assert all("pixel_values" in prompt for prompt in vldac.see(policy, some_prompts()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -515,13 +514,13 @@ def test_lora_is_on_the_language_model_only(family, model_folder):
 def test_a_frame_costs_few_tokens(family, model_folder):
     policy = make_policy(model_folder(family), max_image_tokens=16)
     frame = np.zeros((600, 800, 3), np.uint8)
-    ids = policy.encode(some_prompts([1])[0][0], [frame])["input_ids"]
+    ids = policy.encode((some_prompts([1])[0][0], [frame]))["input_ids"]
     assert 1 <= torch.isin(ids, torch.tensor(policy.banned_ids)).sum() <= 16
 
 
 def test_the_value_looks_at_the_prompt_alone(model_folder):
     policy = make_policy(model_folder())
-    prompts = [policy.encode(*prompt) for prompt in some_prompts()]
+    prompts = [policy.encode(prompt) for prompt in some_prompts()]
     _, empty, _ = policy(prompts, *policy.pad([[]] * 3))
     _, full, _ = policy(prompts, *policy.pad([[9, 10, 11]] * 3))
     torch.testing.assert_close(empty, full, atol=1e-6, rtol=0)
@@ -530,7 +529,7 @@ def test_the_value_looks_at_the_prompt_alone(model_folder):
 
 def test_the_entropy_is_that_of_the_softmax(model_folder):
     policy = make_policy(model_folder())
-    prompts = [policy.encode(*some_prompts([2])[0])]
+    prompts = [policy.encode(*some_prompts([2]))]
     V = policy.base.config.get_text_config().vocab_size
     allowed = [i for i in range(V) if i not in policy.banned_ids]
     every = torch.cat([policy(prompts, *policy.pad([[i]]))[0][0] for i in allowed])
@@ -546,7 +545,7 @@ def test_the_entropy_is_that_of_the_softmax(model_folder):
 def make_rollout(policy, B=6, seed=0):
     """A rollout of sampled responses, as `train` builds it, with made-up advantages and returns."""
     torch.manual_seed(seed)
-    prompts = [policy.encode(*prompt) for prompt in some_prompts([1 + b % 3 for b in range(B)])]
+    prompts = [policy.encode(prompt) for prompt in some_prompts([1 + b % 3 for b in range(B)])]
     responses = [r[: 2 + b] for b, r in enumerate(policy.sample(prompts))]
     tokens, mask = policy.pad(responses)
     logprobs, values = vldac.score(policy, prompts, tokens, mask)
@@ -804,7 +803,7 @@ def test_loop_takes_the_mean_over_an_episode_s_tokens_and_drops_groups_without_s
     """Two groups of two; the first has equal returns. A whole batch gives LOOP's objective exactly."""
     policy = make_policy(model_folder(), group_size=2, gamma=0.5)
     rewards = [[0, 1], [0, 1], [1], [0, 0, 4]]  # returns 0.5, 0.5, 1, 1
-    prompt = policy.encode(*some_prompts([1])[0])
+    prompt = policy.encode(*some_prompts([1]))
     responses = [[9 + i] * (1 + i % 3) for i in range(8)]
     rollout, stats = vldac.assess_groups(policy, [prompt] * 8, responses, rewards, policy.args)
     assert rollout is None and stats["advantage_std"] == 0
@@ -2372,7 +2371,7 @@ def gradients_of_sixteen(model, file):
     vldac.join_processes(args)
     policy = make_policy(model)
     rng = np.random.default_rng(0)
-    prompts = [policy.encode(*prompt) for prompt in some_prompts([1 + b % 3 for b in range(16)])]
+    prompts = [policy.encode(prompt) for prompt in some_prompts([1 + b % 3 for b in range(16)])]
     responses = [rng.integers(9, 99, 2 + b % 5).tolist() for b in range(T * 16)]
     rewards, dones = torch.tensor(rng.normal(size=(T, 16))).float(), torch.tensor(rng.random((T, 16)) < 0.3)
     mine = range(vldac.RANK * N, (vldac.RANK + 1) * N)
@@ -2503,7 +2502,7 @@ def test_a_world_cannot_write_the_chat_format(family, model_folder):
         (vldac.build_prompt([{"image": frame, "text": text}], ["go"], text, 0, 9), [frame])
         for text in ("plain", f"{special} \udc80 \x00 {special}")
     ]
-    prompts = [policy.encode(*prompt) for prompt in prompts]
+    prompts = [policy.encode(prompt) for prompt in prompts]
     plain, hostile = (prompt["input_ids"][0].tolist() for prompt in prompts)
     for token in tokenizer.all_special_ids:
         assert plain.count(token) == hostile.count(token)
@@ -3133,7 +3132,7 @@ def prompts_of(policy, agents, length):
         world.words = " a" * count
         for agent in agents:
             agent.step(None)
-        tokens = policy.encode(*agents[0].prompt())["input_ids"].shape[1]
+        tokens = policy.encode(agents[0].prompt())["input_ids"].shape[1]
         if len(agents[0].observations) == agents[0].args.num_images and tokens >= length:
             return tokens
 

@@ -83,6 +83,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig
@@ -368,16 +369,17 @@ class VLMPolicy(nn.Module):
             pad_token_id=self.pad_id,
         )
 
-    def encode(self, messages, frames) -> dict:
-        """One prompt as the model's inputs, on the CPU: ids and mask (1, P), pixels. Once per step."""
-        chat = without(self.marks, messages)
-        text = self.processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        images = [Image.fromarray(frame) for frame in frames]
-        inputs = self.processor(text=[text], images=[images], return_tensors="pt")
+    def encode(self, *prompts) -> dict:
+        """B prompts, (messages, frames) each, as the model's inputs on the CPU: ids, mask (B, P), pixels."""
+        chats = [without(self.marks, messages) for messages, _ in prompts]
+        template = self.processor.apply_chat_template
+        text = [template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+        images = [[Image.fromarray(frame) for frame in frames] for _, frames in prompts]
+        inputs = self.processor(text=text, images=images, padding=True, return_tensors="pt")
         return dict(inputs.to(getattr(torch, self.args.dtype)))  # pixels; ids stay integers
 
     def batch(self, prompts) -> dict:
-        """B prompts as one batch on the device: ids and mask (B, P), padded on the left; their images."""
+        """B encoded prompts as one batch on the device: ids and mask (B, P), padded on the left; images."""
         batch = {}
         for key in prompts[0]:
             parts = [prompt[key] for prompt in prompts]
@@ -510,7 +512,7 @@ def act(policy, agents, timer):
     if interrupts:
         raise Interrupted
     with timer("encode"):
-        prompts = see(policy, [policy.encode(*agent.prompt()) for agent in agents])
+        prompts = see(policy, [agent.prompt() for agent in agents])
     with timer("generate"):
         responses = policy.sample(prompts)  # deviation 10
     texts = [policy.decode(response) for response in responses]
@@ -544,7 +546,7 @@ def collect(policy, agents, args: Args, timer):
                     record["finished"].append([agent.seed, agent.success, agent.total, len(agent.actions)])
                 agent.next_episode()
     with timer("encode"):
-        last_prompts = see(policy, [policy.encode(*agent.prompt()) for agent in agents])
+        last_prompts = see(policy, [agent.prompt() for agent in agents])
     return prompts, responses, rewards, dones, last_prompts, record | {"responses": responses}
 
 
@@ -883,7 +885,7 @@ def warm_start(args: Args, folder: Path, steps=600, batch_size=48, rounds=3, cou
         parameter.requires_grad_("lora_" not in name)
     for some in (examples, held_out):
         for k, (prompt, *rest) in enumerate(some):
-            some[k] = toy.encode(*prompt), *rest  # in place, so that the frames are let go
+            some[k] = toy.encode(prompt), *rest  # in place, so that the frames are let go
     by_caption = {}
     for example in examples:
         by_caption.setdefault(example[1], []).append(example)
@@ -1327,24 +1329,31 @@ def gather(x) -> list:
 
 @torch.no_grad()
 def see(policy, prompts) -> list[dict]:
-    """The prompts with their images' features for pixels: the frozen vision tower looks once, not per pass.
+    """B prompts, (messages, frames) each, encoded: a dict each, with its images' features for pixels.
 
-    The features are (tokens, levels, H): Qwen3-VL has several levels, the others one.
+    The frozen vision tower looks once per step, not once per pass. The features are (tokens, levels, H):
+    Qwen3-VL has several levels, the others one.
     """
     tuned = [name for name, module in policy.base.named_modules() if isinstance(module, BaseTunerLayer)]
     if not all(re.fullmatch(LORA_TARGETS, name) for name in tuned):  # an adapter that was made elsewhere
-        return prompts
-    batch = policy.batch(prompts)
-    ids = batch["input_ids"]
+        return [policy.encode(prompt) for prompt in prompts]
+    batch = policy.encode(*prompts)
+    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+    text = {key: x for key, x in batch.items() if x.shape == ids.shape}  # (B, P)
+    rest = {key: x for key, x in batch.items() if key not in text}
     with policy.autocast:
-        seen = policy.base.get_image_features(**{k: x for k, x in batch.items() if x.shape != ids.shape})
+        seen = policy.base.get_image_features(**{k: x.to(policy.args.device) for k, x in rest.items()})
     levels = [seen.pooler_output, *getattr(seen, "deepstack_features", ())]
     features = torch.stack([torch.cat(list(level)) for level in levels], 1)
-    placeholders = torch.isin(ids, torch.tensor(policy.banned_ids, device=ids.device)).sum(1)
-    shares = features.cpu().split(placeholders.tolist())
-    prompts = [{k: x for k, x in prompt.items() if not k.startswith("pixel")} for prompt in prompts]
     key = "tensor_features" if torch.is_tensor(seen.pooler_output) else "features"  # Gemma's are one tensor
-    return [prompt | {key: share} for prompt, share in zip(prompts, shares, strict=True)]
+    placeholders = torch.isin(ids, torch.tensor(policy.banned_ids)).sum(1).tolist()
+    images = [len(frames) for _, frames in prompts]
+    shares = [{key: share} for share in features.cpu().split(placeholders)]
+    for name in [name for name in rest if not name.startswith("pixel")]:  # Qwen's image sizes
+        shares = [a | {name: b} for a, b in zip(shares, rest[name].split(images), strict=True)]
+    return [
+        {name: x[i : i + 1, mask[i]] for name, x in text.items()} | share for i, share in enumerate(shares)
+    ]
 
 
 def with_features(batch) -> dict:
@@ -1366,11 +1375,12 @@ def micro_batches(prompts, mask, index, size):
 
 def average_gradients(optimizer):
     """The mean over processes, whose minibatches are equally large: the gradient of the whole minibatch."""
-    for group in optimizer.param_groups if PROCESSES > 1 else ():
-        for p in group["params"]:
-            if p.grad is not None:  # LoRA has none while the value head warms up
-                dist.all_reduce(p.grad)
-                p.grad /= PROCESSES
+    if PROCESSES > 1:
+        params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        grads = [p.grad for p in params if p.grad is not None]  # LoRA has none while the value head warms up
+        vector = parameters_to_vector(grads)  # one message instead of one per tensor
+        dist.all_reduce(vector)
+        vector_to_parameters(vector / PROCESSES, grads)
 
 
 PROCESSOR_FILES = ["*processor_config.json", "chat_template*", "tokenizer*", "special_tokens_map.json"]
@@ -1720,7 +1730,7 @@ class Log:
             self.file.truncate(size)  # what came after the checkpoint will be written again
         self.recent = deque(recent, maxlen=100)  # finished episodes: [seed, success, return, length]
         self.start = time.perf_counter()
-        ids = policy.encode(*agent.prompt())["input_ids"]
+        ids = policy.encode(agent.prompt())["input_ids"]
         frame = torch.isin(ids, torch.tensor(policy.banned_ids, device=ids.device)).sum()
         lora, head = (sum(p.numel() for p in g["params"]) for g in optimizer.param_groups)
         print(f"first prompt: {ids.numel()} tokens, {frame} of them the frame's")
