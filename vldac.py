@@ -394,6 +394,7 @@ class VLMPolicy(nn.Module):
         """B responses as lists of token ids, each up to and including its first stop id."""
         self.eval()  # in train mode with gradient checkpointing, generate() returns garbage
         batch = self.batch(prompts)
+        batch.pop("positions", None)  # generate() finds its own
         with self.autocast:
             output = self.base.generate(**batch, generation_config=self.base.generation_config)
         responses = output[:, batch["input_ids"].shape[1] :]  # (B, R)
@@ -417,21 +418,14 @@ class VLMPolicy(nn.Module):
 
         prompts       B of them, from `encode`
         tokens, mask  (B, R); R may be 0 if only values are wanted
-        Returns logprobs (B, R) in nats, 0 where masked; values (B,); entropy (B, R) in nats, no gradient.
+        Returns logprobs (B, R) in nats; values (B,); entropy (B, R) in nats, no gradient; 0 where masked.
         """
         batch = self.batch(prompts)
-        ids = batch["input_ids"]
-        P = ids.shape[1]
-        inputs = {key: x for key, x in batch.items() if key not in ("input_ids", "attention_mask")}
-        for key, x in inputs.items():
-            if getattr(x, "shape", None) == ids.shape:  # token types, say: the response is text, type 0
-                inputs[key] = torch.cat([x, torch.zeros_like(tokens, dtype=x.dtype)], 1)  # (B, P + R)
+        P = batch["input_ids"].shape[1]
         with self.autocast:
             hidden = self.base.model(
-                input_ids=torch.cat([ids, tokens], 1),  # (B, P + R)
-                attention_mask=torch.cat([batch["attention_mask"], mask], 1),
+                **followed_by(tokens, mask, batch),
                 use_cache=False,
-                **inputs,
             ).last_hidden_state[:, P - 1 :]  # (B, 1 + R, H): the last prompt token, then the response
             head = self.base.get_output_embeddings()
             logits = head(hidden[:, :-1])  # (B, R, V), each from the token before
@@ -445,7 +439,7 @@ class VLMPolicy(nn.Module):
         with torch.no_grad():
             probs = logits.softmax(2)
             entropy = logits.logsumexp(2) - (probs * logits.masked_fill(probs == 0, 0)).sum(2)
-        return logprobs.masked_fill(mask == 0, 0), values, entropy
+        return logprobs.masked_fill(mask == 0, 0), values, entropy.masked_fill(mask == 0, 0)
 
 
 # -------------------------------------------------------------------------------------------- the rollout
@@ -1341,6 +1335,9 @@ def see(policy, prompts) -> list[dict]:
     ids, mask = batch["input_ids"], batch["attention_mask"].bool()
     text = {key: x for key, x in batch.items() if x.shape == ids.shape}  # (B, P)
     rest = {key: x for key, x in batch.items() if key not in text}
+    if hasattr(policy.base.model, "get_rope_index"):  # Qwen: three positions per token, slow to find
+        sizes = {key: x for key, x in rest.items() if not key.startswith("pixel")}
+        text["positions"] = policy.base.model.get_rope_index(**text, **sizes)[0].permute(1, 2, 0)  # (B, P, 3)
     with policy.autocast:
         seen = policy.base.get_image_features(**{k: x.to(policy.args.device) for k, x in rest.items()})
     levels = [seen.pooler_output, *getattr(seen, "deepstack_features", ())]
@@ -1364,6 +1361,25 @@ def with_features(batch) -> dict:
         seen = types.SimpleNamespace(pooler_output=features, deepstack_features=deepstack)
         batch["mm_encoder_outputs"] = {"image": seen}
     return batch
+
+
+def followed_by(tokens, mask, batch) -> dict:
+    """The model's inputs for a batch of B prompts followed by responses, tokens and mask (B, R)."""
+    ids, R = batch["input_ids"], tokens.shape[1]
+    inputs = batch | {
+        key: torch.cat(
+            [x, torch.zeros_like(tokens, dtype=x.dtype)], 1
+        )  # token types: the response is text, 0
+        for key, x in batch.items()
+        if getattr(x, "shape", None) == ids.shape
+    }
+    inputs["input_ids"] = torch.cat([ids, tokens], 1)  # (B, P + R)
+    inputs["attention_mask"] = torch.cat([batch["attention_mask"], mask], 1)
+    if "positions" in batch:
+        positions = inputs.pop("positions")
+        further = positions[:, -1:] + torch.arange(1, R + 1, device=ids.device)[:, None]  # (B, R, 3)
+        inputs["position_ids"] = torch.cat([positions, further], 1).permute(2, 0, 1)  # (3, B, P + R)
+    return inputs
 
 
 def micro_batches(prompts, mask, index, size):
