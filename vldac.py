@@ -422,11 +422,10 @@ class VLMPolicy(nn.Module):
         """
         batch = self.batch(prompts)
         P = batch["input_ids"].shape[1]
+        inputs = followed_by(tokens, mask, batch)  # ids and mask (B, P + R)
         with self.autocast:
-            hidden = self.base.model(
-                **followed_by(tokens, mask, batch),
-                use_cache=False,
-            ).last_hidden_state[:, P - 1 :]  # (B, 1 + R, H): the last prompt token, then the response
+            hidden = self.base.model(**inputs, use_cache=False).last_hidden_state
+            hidden = hidden[:, P - 1 :]  # (B, 1 + R, H): the last prompt token, then the response
             head = self.base.get_output_embeddings()
             logits = head(hidden[:, :-1])  # (B, R, V), each from the token before
         logits = logits.float() / self.args.temperature  # deviation 3
@@ -1365,19 +1364,16 @@ def with_features(batch) -> dict:
 
 def followed_by(tokens, mask, batch) -> dict:
     """The model's inputs for a batch of B prompts followed by responses, tokens and mask (B, R)."""
-    ids, R = batch["input_ids"], tokens.shape[1]
-    inputs = batch | {
-        key: torch.cat(
-            [x, torch.zeros_like(tokens, dtype=x.dtype)], 1
-        )  # token types: the response is text, 0
-        for key, x in batch.items()
-        if getattr(x, "shape", None) == ids.shape
-    }
+    ids, inputs = batch["input_ids"], dict(batch)
+    for key, x in batch.items():
+        if getattr(x, "shape", None) == ids.shape:  # token types, say: the response is text, type 0
+            inputs[key] = torch.cat([x, torch.zeros_like(tokens, dtype=x.dtype)], 1)
     inputs["input_ids"] = torch.cat([ids, tokens], 1)  # (B, P + R)
     inputs["attention_mask"] = torch.cat([batch["attention_mask"], mask], 1)
     if "positions" in batch:
         positions = inputs.pop("positions")
-        further = positions[:, -1:] + torch.arange(1, R + 1, device=ids.device)[:, None]  # (B, R, 3)
+        steps = torch.arange(1, tokens.shape[1] + 1, device=ids.device)
+        further = positions[:, -1:] + steps[:, None]  # (B, R, 3)
         inputs["position_ids"] = torch.cat([positions, further], 1).permute(2, 0, 1)  # (3, B, P + R)
     return inputs
 
