@@ -2394,6 +2394,8 @@ def gradients_of_sixteen(model, file):
     if vldac.RANK == 0:
         del stats["kl_base"]  # a mean over this process's steps, averaged by the log
         torch.save({"advantages": advantages, "stats": stats, "gradients": gradients}, file)
+    if vldac.PROCESSES > 1:
+        torch.distributed.destroy_process_group()
 
 
 def test_two_processes_of_eight_have_the_gradient_of_one_of_sixteen(tmp_path, model_folder):

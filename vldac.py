@@ -742,6 +742,8 @@ def main(argv=None):
         folder = open_run(args)
         with catch_signals(), Log(args, folder) as log:
             train(args, folder, log)
+        if PROCESSES > 1:
+            dist.destroy_process_group()  # now and then its threads bring the exiting interpreter down
     except (UserError, Fault, Interrupted, KeyboardInterrupt, torch.OutOfMemoryError) as error:
         raise SystemExit(farewell(error, args, folder)) from None
 
