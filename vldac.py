@@ -416,7 +416,7 @@ class VLMPolicy(nn.Module):
     def forward(self, prompts, tokens, mask):
         """Log-probabilities of responses and values of their prompts.
 
-        prompts       B of them, from `encode`
+        prompts       B of them, from `see`, or each from `encode`
         tokens, mask  (B, R); R may be 0 if only values are wanted
         Returns logprobs (B, R) in nats; values (B,); entropy (B, R) in nats, no gradient; 0 where masked.
         """
@@ -1336,8 +1336,8 @@ def see(policy, prompts) -> list[dict]:
     ids, mask = batch["input_ids"], batch["attention_mask"].bool()
     text = {key: x for key, x in batch.items() if x.shape == ids.shape}  # (B, P)
     rest = {key: x for key, x in batch.items() if key not in text}
+    sizes = {key: x for key, x in rest.items() if not key.startswith("pixel")}  # Qwen's, a row per image
     if hasattr(policy.base.model, "get_rope_index"):  # Qwen: three positions per token, slow to find
-        sizes = {key: x for key, x in rest.items() if not key.startswith("pixel")}
         text["positions"] = policy.base.model.get_rope_index(**text, **sizes)[0].permute(1, 2, 0)  # (B, P, 3)
     with policy.autocast:
         seen = policy.base.get_image_features(**{k: x.to(policy.args.device) for k, x in rest.items()})
@@ -1347,8 +1347,8 @@ def see(policy, prompts) -> list[dict]:
     placeholders = torch.isin(ids, torch.tensor(policy.banned_ids)).sum(1).tolist()
     images = [len(frames) for _, frames in prompts]
     shares = [{key: share} for share in features.cpu().split(placeholders)]
-    for name in [name for name in rest if not name.startswith("pixel")]:  # Qwen's image sizes
-        shares = [a | {name: b} for a, b in zip(shares, rest[name].split(images), strict=True)]
+    for name, x in sizes.items():
+        shares = [a | {name: b} for a, b in zip(shares, x.split(images), strict=True)]
     return [
         {name: x[i : i + 1, mask[i]] for name, x in text.items()} | share for i, share in enumerate(shares)
     ]
