@@ -730,6 +730,144 @@ def test_micro_batches_hold_every_step_once_and_similar_lengths():
     assert padded(parts) < 0.8 * padded(in_order)
 
 
+# ------------------------------------------------------------------------------------------ the assembly
+
+
+def equation_6(policy, rollout):
+    """The total loss of a whole rollout, term by term."""
+    args = policy.args
+    newlogprobs, values, _ = policy(rollout.prompts, rollout.tokens, rollout.mask)
+    pg_loss = policy_loss(newlogprobs, rollout.logprobs, rollout.advantages, rollout.mask, args.clip_coef)
+    kl = kl_base(newlogprobs, rollout.baselogprobs, rollout.mask)
+    return pg_loss + args.kl_coef * kl + args.vf_coef * value_loss(values, rollout.returns)
+
+
+@pytest.mark.parametrize("max_grad_norm", [1e9, 1e-3])
+def test_an_update_steps_along_equation_6(max_grad_norm, model_folder, monkeypatch):
+    """One minibatch of everything: each of the two epochs' gradients is Eq. 6's, clipped per group."""
+    policy = make_policy(model_folder(), minibatch_size=6, micro_batch_size=6, max_grad_norm=max_grad_norm)
+    rollout = make_rollout(policy)
+    expected = gradients(policy, equation_6(policy, rollout))
+    optimizer, steps = optimizer_of(policy, lr=0.0), []
+    step = optimizer.step
+    monkeypatch.setattr(optimizer, "step", lambda: (steps.append(1), step()))
+
+    vldac.update(policy, optimizer, rollout, policy.args, value_only=False)
+
+    assert len(steps) == policy.args.update_epochs == 2
+    for group, gradient in zip(optimizer.param_groups, expected, strict=True):
+        norm = torch.cat([g.flatten() for g in gradient]).norm()
+        scale = min(1.0, max_grad_norm / norm.item())
+        found = [p.grad for p in group["params"]]
+        torch.testing.assert_close(found, [g * scale for g in gradient], atol=1e-6, rtol=1e-3)
+
+
+class Corridor(gym.Env):
+    """A world of tests: walk right to the end. Every step pays by its place, the time-out -3."""
+
+    observation_space = gym.spaces.Dict(image=gym.spaces.Box(0, 255, (28, 28, 3), np.uint8), text=AnyText())
+    action_space, actions, limit = AnyText(), ["left", "right"], 5
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place, self.taken = int(self.np_random.integers(3)), 0
+        return self.observe()
+
+    def observe(self):
+        image = np.full((28, 28, 3), 40 * self.place, np.uint8)
+        left = self.limit - self.taken
+        info = {"task": "walk", "actions": self.actions, "success": self.place == 4, "left": left}
+        return {"image": image, "text": f"place {self.place}"}, info
+
+    def step(self, action):
+        self.taken += 1
+        if action in self.actions:
+            self.place = max(0, self.place + (1 if action == "right" else -1))
+        observation, info = self.observe()
+        truncated = self.taken == self.limit
+        reward = self.place + (0.5 if action == "" else 0) - (3 if truncated else 0)
+        return observation, float(reward), info["success"], truncated, info
+
+
+def scripted_responses(policy, monkeypatch):
+    """Make `policy.sample` give scripted answers, some of which do not parse; returns the list of them."""
+    rng, said = random.Random(0), []
+    answers = ['{"action": "right"}', '{"thoughts": "hm", "action": "left"}', '{"action": "right"', "no"]
+
+    def sample(prompts):
+        texts = [rng.choice(answers) for _ in prompts]
+        said.extend(texts)
+        return [policy.processor.tokenizer(text).input_ids + policy.stop_ids[:1] for text in texts]
+
+    monkeypatch.setattr(policy, "sample", sample)
+    return said
+
+
+def test_collection_and_advantages_are_those_of_a_replay(model_folder, monkeypatch):
+    """Three rollouts in a row, computed again in plain loops, step by step, from seeds and answers alone."""
+    T, N, gamma, lam = 7, 3, 0.9, 0.6
+    policy = make_policy(
+        model_folder(), env="test_vldac:Corridor", num_envs=N, num_steps=T, gamma=gamma, gae_lambda=lam,
+        num_images=2, max_image_tokens=16, max_episode_steps=5,
+    )  # fmt: skip
+    agents = [vldac.Agent(policy.args, n) for n in range(N)]
+    for agent in agents:
+        agent.next_episode()
+    said = scripted_responses(policy, monkeypatch)
+    worlds, episodes, histories = [Corridor() for _ in range(N)], [0] * N, [None] * N
+
+    def begin(n):
+        observation, info = worlds[n].reset(seed=vldac.episode_seed(policy.args.seed, n, episodes[n]))
+        episodes[n], histories[n] = episodes[n] + 1, ([observation], info, 0)
+
+    def value(n):
+        """V of what player n sees now."""
+        seen, info, taken = histories[n]
+        messages = vldac.build_prompt(seen[-2:], info["actions"], "walk", taken, 5 - taken)
+        prompt = policy.encode((messages, [observation["image"] for observation in seen[-2:]]))
+        return policy([prompt], *policy.pad([[]]))[1].item()
+
+    for n in range(N):
+        begin(n)
+    for _ in range(3):
+        said.clear()
+        prompts, responses, rewards, dones, last, record = vldac.collect(
+            policy, agents, policy.args, vldac.Timer()
+        )
+        rollout, _ = vldac.assess(policy, prompts, responses, rewards, dones, last, policy.args)
+        R, D, V = np.zeros((T, N)), np.zeros((T, N)), np.zeros((T + 1, N))
+        for t in range(T):
+            for n in range(N):
+                V[t, n] = value(n)
+                text = said[t * N + n]
+                action = "right" if "right" in text else "left" if "left" in text else ""
+                observation, R[t, n], terminated, truncated, info = worlds[n].step(action)
+                seen, _, taken = histories[n]
+                histories[n] = [*seen, observation], info, taken + 1
+                D[t, n] = terminated or truncated
+                if D[t, n]:
+                    begin(n)
+        V[T] = [value(n) for n in range(N)]
+        assert rewards.tolist() == R.tolist() and dones.tolist() == D.tolist() and 0 < D.sum() < T * N
+        R, V, D = map(torch.tensor, (R, V, D))
+        A = gae_by_definition(R, V[:T], V[T], D, gamma, lam)
+        normalised = (A - A.mean()) / (A.std() + 1e-8)
+        torch.testing.assert_close(rollout.advantages, normalised.flatten().float(), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(rollout.returns, (A + V[:T]).flatten().float(), atol=1e-4, rtol=1e-4)
+
+
+def test_sampling_is_in_evaluation_mode(model_folder):
+    """generate() gives other tokens in training mode with gradient checkpointing, and says nothing."""
+    plain, checkpointed = (make_policy(model_folder(), gradient_checkpointing=c) for c in (False, True))
+    prompts = [plain.encode(prompt) for prompt in some_prompts()]
+    samples = []
+    for policy in (plain, checkpointed):
+        policy.train()
+        torch.manual_seed(0)
+        samples.append(policy.sample(prompts))
+    assert samples[0] == samples[1]
+
+
 # ------------------------------------------------------------------------- what VL-DAC is compared with
 
 
@@ -1908,6 +2046,20 @@ def test_equal_seeds_equal_logs(tmp_path, model_folder):
             [{k: v for k, v in row.items() if "time/" not in k and "per_second" not in k} for row in rows]
         )
     assert logs[0] == logs[1]
+
+
+def test_the_log_tells_the_rate_the_warm_up_and_the_seeds(tmp_path, model_folder):
+    """The cosine from the first to the last update; LoRA still in warm-up; a seed per episode."""
+    argv = ["--env", "test_vldac:Corridor", "--model", model_folder(), *SMALL, "--total_timesteps", "40"]
+    argv += "--learning_rate 0.01 --final_learning_rate 0.001 --value_warmup 2 --max_episode_steps 5".split()
+    _, rows = run(tmp_path, *argv)
+    rates = [0.001 + 0.009 * (1 + math.cos(math.pi * u / 4)) / 2 for u in range(5)]
+    assert [row["charts/learning_rate"] for row in rows] == pytest.approx(rates)
+    assert [row["losses/grad_norm_lora"] > 0 for row in rows] == [False, False, True, True, True]
+    assert [row["losses/kl_base"] > 0 for row in rows] == [False, False, False, True, True]
+    seeds = [episode[0] for row in rows for episode in row["episodes"]]
+    possible = [vldac.episode_seed(0, n, episode) for n in range(2) for episode in range(1, 12)]
+    assert len(seeds) >= 6 and len(set(seeds)) == len(seeds) and set(seeds) <= set(possible)
 
 
 # ------------------------------------------------------------------------------- stopping and resuming
