@@ -6,16 +6,14 @@ One contract. `make_env(name, **options)` returns a `gymnasium.Env` whose observ
     task      what to achieve (required at reset)
     actions   the actions admissible now, as the strings the model must write (required)
     success   the world's own success flag
-    left      actions left before the time limit
-    caption   a true one-line description of the scene  } only with helpers=True: the toy model learns to see
-    hint      a sensible admissible action              } and speak from them, no agent is ever shown them
+    left      actions left before the time limit (required; --env gives it to worlds that have none)
+
+A world may have methods `caption()`, a true one-line description of the scene, and `hint()`, a sensible
+admissible action: the toy model learns to see and speak from them, and no agent is ever shown either.
 
 After `reset(seed=s)` an episode is a function of s and the actions, bit for bit. An action that is not
 admissible costs its step, changes nothing and pays `invalid_reward` (in the card games: see their rules). At
 the time limit `step` returns truncated=True, and terminated=True beside it if that action ended the episode.
-
-A slow world may have a method `start(action)`: it begins a step, and `step(action)` then waits for its end,
-so that many of them work side by side.
 """
 
 import ast
@@ -70,10 +68,10 @@ class World(gym.Env):
     time_out_reward = 0.0
     longest_text, most_actions = 4000, 150  # characters and actions in the prompt; what is cut is said there
 
-    def __init__(self, size, max_episode_steps, invalid_reward, helpers):
+    def __init__(self, size, max_episode_steps, invalid_reward):
         self.observation_space = Dict(image=Box(0, 255, (*size, 3), np.uint8), text=AnyText())
         self.action_space = AnyText()
-        self.max_episode_steps, self.invalid_reward, self.helpers = max_episode_steps, invalid_reward, helpers
+        self.max_episode_steps, self.invalid_reward = max_episode_steps, invalid_reward
         self.render_mode = "rgb_array"
 
     def reset(self, *, seed=None, options=None):
@@ -112,11 +110,7 @@ class World(gym.Env):
 
     def _info(self):
         info = {"task": self.task, "actions": list(self.actions[: self.most_actions])}
-        info |= {"success": self.success, "left": self.max_episode_steps - self.taken}
-        return info | ({"caption": self.caption(), "hint": self.hint()} if self.helpers else {})
-
-    def hint(self):
-        return None
+        return info | {"success": self.success, "left": self.max_episode_steps - self.taken}
 
 
 # ----------------------------------------------------------------------------------------------- MiniWorld
@@ -184,7 +178,7 @@ class MiniWorld(World):
     actions = ("turn left", "turn right", "move forward", "move back")  # MiniWorld's actions 0 to 3
     time_out_reward = -1.0
 
-    def __init__(self, name, max_episode_steps=128, invalid_reward=0.0, helpers=True, size=(60, 80)):
+    def __init__(self, name, max_episode_steps=128, invalid_reward=0.0, size=(60, 80)):
         load_miniworld()
         height, width = size
         with contextlib.redirect_stdout(io.StringIO()):  # "Falling back to num_samples=4"
@@ -197,7 +191,7 @@ class MiniWorld(World):
                 window_width=width,
             ).unwrapped
         self.half_turn = self.env.params.sample(None, "turn_step") / 2
-        super().__init__(size, min(max_episode_steps, self.env.max_episode_steps), invalid_reward, helpers)
+        super().__init__(size, min(max_episode_steps, self.env.max_episode_steps), invalid_reward)
 
     def _reset(self):
         seed = int(self.np_random.integers(2**31))
@@ -288,8 +282,8 @@ def draw_card(draw, x, y, width, rank, suit):
 class CardGame(World):
     """A card game on a 300 x 300 table. `invalid_reward` is what anything but a symbol of the game pays."""
 
-    def __init__(self, max_episode_steps, invalid_reward=-1.0, helpers=True):
-        super().__init__((300, 300), max_episode_steps, invalid_reward, helpers)
+    def __init__(self, max_episode_steps, invalid_reward=-1.0):
+        super().__init__((300, 300), max_episode_steps, invalid_reward)
 
     def _frame(self):
         image = Image.new("RGB", (300, 300), self.background)
@@ -594,7 +588,7 @@ class ALFWorld(World):
 
     kind, size = "AlfredTWEnv", (448, 448)
 
-    def __init__(self, max_episode_steps=50, invalid_reward=-1.0, helpers=True, split="train"):
+    def __init__(self, max_episode_steps=50, invalid_reward=-1.0, split="train"):
         maker = load_alfworld(self.kind, split)
         try:
             with undisturbed():
@@ -602,7 +596,7 @@ class ALFWorld(World):
         except Exception as error:  # the simulator's many ways of not starting
             need = THOR if self.kind == "AlfredThorEnv" else ALFWORLD
             raise UserError(f"ALFWorld cannot start ({type(error).__name__}: {error}): {need}") from None
-        super().__init__(self.size, max_episode_steps, invalid_reward, helpers)
+        super().__init__(self.size, max_episode_steps, invalid_reward)
 
     def _reset(self):
         seed = int(self.np_random.integers(2**31))
@@ -723,21 +717,19 @@ class WebShop(World):
 
     patience = 30.0  # seconds for a page
 
-    def __init__(
-        self, max_episode_steps=50, invalid_reward=0.0, helpers=True, split="train", size=(640, 640)
-    ):
+    def __init__(self, max_episode_steps=50, invalid_reward=0.0, split="train", size=(640, 640)):
         try:
             from playwright.sync_api import Error, TimeoutError
         except ImportError:
             raise UserError(f"WebShop needs a browser: {BROWSER}") from None
         self.Error, self.TimeoutError = Error, TimeoutError
-        self.url, self.begun = webshop_url(), None
+        self.url = webshop_url()
         count = webshop_goals(self.url)
         few, many = (500, 1500) if count >= 2000 else (max(1, count // 4), min(count - 1, max(1, count // 4)))
         self.goals = range(few) if split == "eval" else range(many, count)
         self.thread = ThreadPoolExecutor(1)
         self.thread.submit(self._open, size).result()
-        super().__init__(size, max_episode_steps, invalid_reward, helpers)
+        super().__init__(size, max_episode_steps, invalid_reward)
 
     def _open(self, size):
         from playwright.sync_api import sync_playwright
@@ -761,14 +753,7 @@ class WebShop(World):
         self.thread.submit(self._visit, f"{self.url}/fixed_{goal}").result()
         self.task = self.instruction
 
-    def start(self, action):
-        """Begin a step; `step` with the same action waits for its end."""
-        if self._admissible(action):
-            self.begun = action, self.thread.submit(self._play, action)
-
     def _admissible(self, action):
-        if self.begun:
-            return action == self.begun[0]
         if isinstance(action, str) and action.startswith("search["):  # with a word, or the site may stumble
             return "search[...]" in self.actions and bool(
                 re.fullmatch(r"search\[[^\[\]]*\w[^\[\]]*\]", action)
@@ -776,8 +761,7 @@ class WebShop(World):
         return super()._admissible(action)
 
     def _step(self, action):
-        (_, future), self.begun = self.begun or (action, self.thread.submit(self._play, action)), None
-        future.result()
+        self.thread.submit(self._play, action).result()
         self.success = self.reward == 1.0
         return self.reward or 0.0, self.reward is not None
 
@@ -862,17 +846,6 @@ class WebShop(World):
 
 CARDS = {"NumberLine": NumberLine, "EZPoints": EZPoints, "Blackjack": Blackjack, "Points24": Points24}
 TEXT = {"ALFWorld": ALFWorld, "ALFWorldThor": ALFWorldThor, "WebShop": WebShop}
-CARD_OPTIONS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0, "invalid_reward": -1.0}
-# What a world changes in vldac.Args.
-OPTIONS = {
-    "NumberLine": CARD_OPTIONS | {"max_episode_steps": 10, "total_timesteps": 12_288},
-    "EZPoints": CARD_OPTIONS | {"max_episode_steps": 7},
-    "Blackjack": CARD_OPTIONS | {"max_episode_steps": 20},
-    "Points24": CARD_OPTIONS | {"max_episode_steps": 22},
-    "ALFWorld": {"num_images": 1, "max_episode_steps": 50, "invalid_reward": -1.0},
-    "ALFWorldThor": {"num_images": 1, "max_episode_steps": 50, "invalid_reward": -1.0},
-    "WebShop": {"num_images": 1, "max_episode_steps": 50},
-}
 
 
 def make_env(
@@ -880,21 +853,19 @@ def make_env(
     *,
     max_episode_steps: int | None = None,
     invalid_reward: float | None = None,
-    helpers=True,
     split="train",
 ):
     """The world of that name: of RED_BOX, CARDS or TEXT, or `package.module:callable` for your own.
 
     max_episode_steps  time limit in actions; None: the world's default; its own limit counts if shorter
     invalid_reward     for an action that is not admissible; None: the world's default
-    helpers            put `caption` and `hint` into info
     split              "train" or "eval": of ALFWorld's games or WebShop's goals; elsewhere the seeds differ
     Your own callable is called without arguments and limited by gymnasium's TimeLimit.
     UserError for an unknown name (with the closest one), a world without a red box, or a missing package.
 
     >>> env = make_env("NumberLine")
     >>> observation, info = env.reset(seed=0)
-    >>> info["caption"], info["actions"], observation["image"].shape
+    >>> env.caption(), info["actions"], observation["image"].shape
     ('the target is 3 and the current number is 5', ['-', '+'], (300, 300, 3))
     >>> env.step("-")[1:3]
     (0.0, False)
@@ -905,11 +876,11 @@ def make_env(
         return own_env(name, options.get("max_episode_steps", 128))
     short = name.removeprefix("MiniWorld-").removesuffix("-v0")
     if name in CARDS:
-        return CARDS[name](helpers=helpers, **options)
+        return CARDS[name](**options)
     if name in TEXT:
-        return TEXT[name](helpers=helpers, split=split, **options)
+        return TEXT[name](split=split, **options)
     if short in RED_BOX:
-        return MiniWorld(short, helpers=helpers, **options)
+        return MiniWorld(short, **options)
     if name.startswith("MiniWorld-"):
         raise UserError(f"{name}: its goal is not the red box; choose one of {', '.join(RED_BOX)}")
     names = [*RED_BOX, *CARDS, *TEXT]
@@ -976,6 +947,18 @@ class Checked(gym.Wrapper):
         return check("step", self.env.step(action))
 
 
+class Limited(gym.wrappers.TimeLimit):
+    """A time limit that says how many actions are left."""
+
+    def reset(self, **options):
+        observation, info = super().reset(**options)
+        return observation, {"left": self._max_episode_steps} | info
+
+    def step(self, action):
+        *result, info = super().step(action)
+        return *result, {"left": self._max_episode_steps - self._elapsed_steps} | info
+
+
 def own_env(name, max_episode_steps):
     """A user's own world, `package.module:callable`, looked for in the current folder too."""
     module, _, attribute = name.partition(":")
@@ -991,4 +974,4 @@ def own_env(name, max_episode_steps):
         raise UserError(f"--env {name}: {words}") from error
     if not isinstance(env, gym.Env):
         raise UserError(f"--env {name}: it must return a gymnasium.Env, not {type(env).__name__}")
-    return gym.wrappers.TimeLimit(Checked(env), max_episode_steps)
+    return Limited(Checked(env), max_episode_steps)

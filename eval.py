@@ -7,7 +7,6 @@
     python eval.py --compare A.json B.json             paired difference, exact McNemar test
     python eval.py --aggregate A.json B.json ...       mean and deviation over training runs
     python eval.py --plot runs/A runs/B random.json    learning curves, results as lines; to --out FILE
-    python eval.py --run runs/NAME --merge FOLDER      the adapter merged into its base in fp32, checked
 
 Episodes are played by the code that trains, on seeds 0, 1, 2, ..., which training never draws. Options of
 vldac.py that describe the world and the model are taken too; they win over the run's own.
@@ -19,7 +18,6 @@ import hashlib
 import json
 import math
 import random
-import shutil
 import statistics
 import sys
 import textwrap
@@ -33,7 +31,6 @@ import torch
 import transformers
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
-from transformers import AutoModelForImageTextToText, GenerationConfig
 
 import vldac
 from envs import UserError
@@ -92,16 +89,18 @@ def summarize(episodes) -> dict:
 def scripted(kind):
     """A step like `vldac.act`, for a player without a model: random actions, or the world's hints."""
 
-    def step(_, agents, __):
-        actions = []
-        for agent in agents:
-            if kind == "hint" and agent.info.get("hint") is None:
-                raise UserError(f"--policy hint: {agent.args.env} gives no hint")
-            choice = random.Random(f"{agent.seed} {len(agent.actions)}").choice(agent.info["actions"])
-            actions.append(agent.info["hint"] if kind == "hint" else choice)
-        texts = [json.dumps({"thoughts": f"({kind})", "action": action}) for action in actions]
-        results = [agent.step(action) for agent, action in zip(agents, actions, strict=True)]
-        return None, [[]] * len(agents), texts, actions, *map(list, zip(*results, strict=True))
+    def step(_, players):
+        steps = []
+        for player in players:
+            action = random.Random(f"{player.seed} {len(player.actions)}").choice(player.info["actions"])
+            if kind == "hint":
+                action = player.describe("hint")
+                if action is None:
+                    raise UserError(f"--policy hint: {player.args.env} gives no hint")
+            text = json.dumps({"thoughts": f"({kind})", "action": action})
+            reward, done = player.step(action)
+            steps.append(vldac.Step("", {}, torch.ones(0), torch.ones(0), text, action, reward, done))
+        return steps
 
     return step
 
@@ -109,14 +108,15 @@ def scripted(kind):
 def filmed(step, films, count, bar):
     """The same step; it also keeps what is seen on seeds 0 ... count - 1 and moves the progress bar."""
 
-    def watched(policy, agents, timer):
-        frames = [agent.observations[-1]["image"] for agent in agents]
-        _, _, texts, actions, rewards, dones = result = step(policy, agents, timer)
-        for agent, *shot in zip(agents, frames, texts, actions, rewards, strict=True):
-            if agent.seed < count:
-                films.setdefault(agent.seed, []).append((*shot, agent.observations[-1]["image"]))
-        bar.update(sum(dones))
-        return result
+    def watched(policy, players):
+        frames = [player.observations[-1]["image"] for player in players]
+        steps = step(policy, players)
+        for player, frame, taken in zip(players, frames, steps, strict=True):
+            if player.seed < count:
+                shot = (frame, taken.response, taken.action, taken.reward, player.observations[-1]["image"])
+                films.setdefault(player.seed, []).append(shot)
+        bar.update(sum(taken.done for taken in steps))
+        return steps
 
     return watched
 
@@ -131,19 +131,18 @@ TASK = (
     "max_image_tokens",
     "max_new_tokens",
 )
-OPTIONS = (*TASK, "model", "adapter", "seed", "device", "dtype", "num_envs", "temperature", "env_timeout")
 
 
 def evaluate(args, given) -> tuple[dict, dict]:
     """Play the episodes. Returns the result, and what was seen on the first `given.gif` seeds."""
     start, films, policy, step = time.perf_counter(), {}, None, scripted(given.policy)
-    agents = [vldac.Agent(args, helpers=True) for _ in range(min(given.episodes, args.num_envs))]
+    players = [vldac.Player(args) for _ in range(min(given.episodes, args.num_envs))]
     if given.policy == "model":
-        policy, step = vldac.load_policy(args), vldac.act
+        policy, step = vldac.VLMPolicy(args), vldac.act
         if given.mode == "greedy":
             policy.base.generation_config.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
     with tqdm(total=given.episodes, unit="episode", disable=not sys.stderr.isatty()) as bar:
-        episodes = vldac.evaluate(policy, agents, range(given.episodes), filmed(step, films, given.gif, bar))
+        episodes = vldac.evaluate(policy, players, range(given.episodes), filmed(step, films, given.gif, bar))
     result = {"policy": given.policy, "mode": given.mode, "run": given.run, "model": args.model}
     if given.policy != "model":
         result |= {"mode": "scripted", "model": None}
@@ -170,7 +169,7 @@ def describe(result) -> str:
     """A line about a result.
 
     >>> episode = {"seed": 0, "success": True, "return": 1.0, "length": 4, "flagged": True}
-    >>> episodes = [episode | {"invalid": 1, "tokens": 36, "true": None}] * 2
+    >>> episodes = [episode | {"invalid": 1, "tokens": 36, "captions": 0, "true": 0}] * 2
     >>> player = {"policy": "model", "mode": "greedy", "adapter": None, "task": {"env": "OneRoom"}}
     >>> describe(player | {"episodes": episodes, "summary": summarize(episodes)})
     'OneRoom, base model, greedy, 2 episodes: success 1.000 (0.342-1.000), return 1.000, length 4.0'
@@ -271,7 +270,15 @@ def aggregate(paths) -> str:
 
 
 # Options that do not tell one kind of training from another.
-BOOKKEEPING = {"seed", "run_name", "runs_dir", "resume", "adapter", "eval_episodes", "eval_every"} | vldac.HOW
+BOOKKEEPING = {
+    "seed",
+    "run_name",
+    "runs_dir",
+    "resume",
+    "adapter",
+    "eval_episodes",
+    "eval_every",
+} | vldac.MAY_CHANGE
 
 
 def load_curve(path) -> dict:
@@ -316,6 +323,11 @@ def tabulate(runs, start, end) -> str:
 
 def plot(paths, out):
     """Learning curves: a panel per world, mean and range over seeds, results as dashed lines; and a table."""
+    paths = list(map(Path, paths))
+    levels = [(path.stem, load_result(path)) for path in paths if path.suffix == ".json"]
+    runs = [load_curve(path) for path in paths if path.suffix != ".json"]
+    if not runs:
+        raise UserError("--plot needs at least one folder of a run")
     try:
         import matplotlib
     except ImportError:
@@ -323,11 +335,6 @@ def plot(paths, out):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    paths = list(map(Path, paths))
-    levels = [(path.stem, load_result(path)) for path in paths if path.suffix == ".json"]
-    runs = [load_curve(path) for path in paths if path.suffix != ".json"]
-    if not runs:
-        raise UserError("--plot needs at least one folder of a run")
     worlds = sorted({run["world"] for run in runs})
     labels = list(dict.fromkeys(run["label"] for run in runs))  # a colour each, the same in every panel
     figure, axes = plt.subplots(
@@ -359,42 +366,6 @@ def plot(paths, out):
     print(out)
 
 
-def merge(args, folder):
-    """Write base + adapter as one model, in fp32; refused unless it answers like the two, to 1e-3."""
-    if args.adapter is None:
-        raise UserError("--merge needs an adapter: --run runs/NAME or --adapter FOLDER")
-    if folder.exists():
-        raise UserError(f"{folder} exists already")
-    args = dataclasses.replace(args, device="cpu", dtype="float32", temperature=1.0)
-    policy, agent = vldac.load_policy(args), vldac.Agent(args)
-    agent.reset(0)
-    prompts = []
-    for k in range(4):  # real prompts, of growing length
-        prompts.append(policy.encode(agent.prompt()))
-        agent.step(agent.info["actions"][k % len(agent.info["actions"])])
-
-    @torch.no_grad()
-    def answers(model):
-        return model.eval()(**policy.batch(prompts)).logits
-
-    tuned = answers(policy.base)
-    with policy.vlm.disable_adapter():
-        learned = (answers(policy.base) - tuned).abs().max().item()
-    with vldac.whole(folder) as building:
-        merged = policy.vlm.merge_and_unload()
-        merged.generation_config = GenerationConfig.from_pretrained(args.model)
-        merged.save_pretrained(building)
-        vldac.copy_processor(args.model, building)
-        del policy.vlm, policy.base, merged  # before the next one is loaded: 30 GB each at 7B
-        written = AutoModelForImageTextToText.from_pretrained(building, dtype=torch.float32)
-        error = (answers(written) - tuned).abs().max().item()
-        if not error <= 1e-3:
-            shutil.rmtree(building)
-            raise UserError(f"merged, its logits are off by {error:.1e}, over 1e-3: nothing was written")
-    print(f"{folder}: logits within {error:.1e} of base + adapter, up to {learned:.1e} from the base alone.")
-    print("It is float32: loaded as bfloat16, updates smaller than the rounding of its weights are lost.")
-
-
 # --------------------------------------------------------------------------------------------- the program
 
 
@@ -412,45 +383,34 @@ def parse(argv):
     instead.add_argument("--compare", nargs=2, metavar="JSON")
     instead.add_argument("--aggregate", nargs="+", metavar="JSON")
     instead.add_argument("--plot", nargs="+", metavar="RUN_OR_JSON")
-    instead.add_argument("--merge", metavar="FOLDER")
-    group = parser.add_argument_group("options of vldac.py")
-    vldac.add_options(group, OPTIONS)
-    given = parser.parse_args(argv)
-    options = {name: vars(given).pop(name) for name in OPTIONS if name in given}
-    changed = {name for name, x in vars(given).items() if x != parser.get_default(name)} | options.keys()
-    for mode, taken in {
-        "compare": set(),
-        "aggregate": set(),
-        "plot": {"out"},
-        "merge": {"run", *OPTIONS},
-    }.items():
-        if mode in changed and changed - taken - {mode}:
-            parser.error(f"--{mode} does not take --{', --'.join(sorted(changed - taken - {mode}))}")
+    given, options = parser.parse_known_args(argv)
+    changed = {name for name, x in vars(given).items() if x != parser.get_default(name)}
+    for mode, taken in {"compare": set(), "aggregate": set(), "plot": {"out"}}.items():
+        wrong = [f"--{name}" for name in sorted(changed - taken - {mode})] + options
+        if mode in changed and wrong:
+            parser.error(f"--{mode} does not take {' '.join(wrong)}")
+    if not 1 <= given.episodes <= 2**30 or given.gif < 0:
+        parser.error("--episodes must be between 1 and 2^30, --gif at least 0")
     return given, options
 
 
 def options_of(given, options) -> vldac.Args:
-    """The run's options, or those of vldac.py, with what was given."""
-    if not 1 <= given.episodes <= 2**30 or given.gif < 0:
-        raise UserError("--episodes must be between 1 and 2^30, --gif at least 0")
-    if given.run and "adapter" not in options:
-        options["adapter"] = str(Path(given.run) / "adapter")
-    if options.get("adapter") == "none":
-        options["adapter"] = None
-    options = {"split": "eval"} | options
-    options |= {"num_steps": 1, "minibatch_size": 1, "total_timesteps": 2**31}  # there is no update
+    """The options of the run, or those of vldac.py, and over them what was given."""
     if given.run:
-        args = vldac.load_args(given.run)
-        if options.get("env", args.env) != args.env:  # another world comes with limits of its own
-            world = vldac.resolve({"env": options["env"], "device": "cpu"})
-            options = {name: getattr(world, name) for name in TASK[2:4]} | options
-        args = dataclasses.replace(args, **options)
-        vldac.check_args(args)
+        parser = vldac.make_parser()
+        try:
+            saved = vars(vldac.load_args(given.run))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{given.run} is not the folder of a run: {error}") from None
+        parser.set_defaults(**saved | {"adapter": str(Path(given.run) / "adapter"), "split": "eval"})
+        args = vldac.Args(**vars(parser.parse_args(options)))
     else:
-        args = vldac.resolve(options)
-    if given.policy != "model":
+        args = vldac.parse_args(["--split", "eval", *options])
+    if args.adapter == "none" or given.policy != "model":
         args.adapter = None
-    elif args.model == "tiny":
+    if args.adapter and not Path(args.adapter, "adapter_config.json").exists():
+        raise UserError(f"{args.adapter} is not a folder with an adapter_config.json")
+    if given.policy == "model" and args.model == "tiny":
         args.model = str(vldac.tiny(args))
     return args
 
@@ -465,16 +425,10 @@ def main(argv=None):
         elif given.plot:
             plot(given.plot, given.out or "curves.png")
         else:
-            args = options_of(given, options)
-            vldac.quiet_libraries()
-            vldac.check_world(args)
-            if given.merge:
-                merge(args, Path(given.merge))
-            else:
-                report(args, given)
-    except (UserError, vldac.Fault, torch.OutOfMemoryError) as error:
+            report(options_of(given, options), given)
+    except UserError as error:
         print(f"eval.py: error: {error}", file=sys.stderr)
-        raise SystemExit(1 if isinstance(error, vldac.Fault) else 2) from None
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 

@@ -4,29 +4,29 @@ Plain `pytest` runs all of it, the modules' doctests and the README's examples i
 """
 
 import ast
-import contextlib
 import dataclasses
 import doctest
 import functools
 import http.server
-import importlib.machinery
+import importlib
 import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+import traceback
 import types
 from pathlib import Path
-from unittest import mock
 from urllib.parse import parse_qs, quote, unquote
 
 import gymnasium as gym
@@ -34,9 +34,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
@@ -52,13 +54,26 @@ import envs
 import eval as evaluation
 import vldac
 from envs import AnyText
-from vldac import Args, VLMPolicy, gae, kl_base, kl_loss, parse_action, policy_loss, step_mean, value_loss
+from vldac import (
+    Args,
+    VLMPolicy,
+    build_prompt,
+    gae,
+    kl_base,
+    kl_loss,
+    parse_action,
+    policy_loss,
+    step_mean,
+    value_loss,
+)
 
-torch.set_num_threads(1)  # the models here are too small to share
 ROOT = Path(__file__).parent
+sys.path.append(str(ROOT / "assets"))
+loop, toy = importlib.import_module("loop"), importlib.import_module("toy")
+torch.set_num_threads(1)  # the models here are too small to share
 
 
-@pytest.mark.parametrize("module", [vldac, envs, evaluation], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [vldac, envs, evaluation, loop], ids=lambda m: m.__name__)
 def test_doctests(module):
     result = doctest.testmod(module)
     assert result.attempted > 0 and result.failed == 0
@@ -382,7 +397,7 @@ def model_folder(tmp_path_factory):
 
 def options(model, **changes) -> Args:
     defaults = dict(
-        model=model, device="cpu", dtype="float32", value_hidden=(16,), max_new_tokens=10, lora_rank=4
+        model=model, device="cpu", dtype="float32", value_hidden=[16], max_new_tokens=10, lora_rank=4
     )
     return Args(**defaults | changes)
 
@@ -397,47 +412,51 @@ def make_policy(model, seed=0, **changes) -> VLMPolicy:
     return policy
 
 
-def some_prompts(counts=(1, 2, 3)):
-    """Prompts of unequal length, with 1 to 3 images each."""
+def some_prompts(policy, counts=(1, 2, 3)):
+    """Encoded prompts of unequal length, with as many images each as `counts` says."""
     rng = np.random.default_rng(0)
     prompts = []
     for k in counts:
-        seen = [
-            {"image": rng.integers(0, 255, (60, 80, 3), dtype=np.uint8), "text": "dark " * k}
-            for _ in range(k)
-        ]
-        prompts.append((vldac.build_prompt(seen, ACTIONS, "find it", k, 9), [o["image"] for o in seen]))
+        frames = [rng.integers(0, 255, (60, 80, 3), dtype=np.uint8) for _ in range(k)]
+        seen = [{"image": frame, "text": "dark " * k} for frame in frames]
+        prompts.append(policy.encode(build_prompt(seen, ACTIONS, "find it", k, 9), frames))
     return prompts
+
+
+def pad(responses):
+    """Lists of token ids -> tokens and mask, both (B, R)."""
+    tokens = [torch.tensor(ids, dtype=torch.long) for ids in responses]
+    mask = [torch.ones(len(ids), dtype=torch.long) for ids in responses]
+    return pad_sequence(tokens, batch_first=True), pad_sequence(mask, batch_first=True)
+
+
+def generated(policy, prompts):
+    """What generate() itself says: responses (B, R) and the scores it sampled them from (B, R, V)."""
+    policy.eval()
+    inputs = policy.inputs(prompts, *pad([[]] * len(prompts)))
+    out = policy.base.generate(**inputs, output_scores=True, return_dict_in_generate=True)
+    return out.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(out.scores, 1).float()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampling_and_scoring_agree(family, model_folder):
     """Left-padded batch = one by one = the sampler's own log-probabilities, first and stop token included."""
     policy = make_policy(model_folder(family), temperature=1.3)
-    prompts = [policy.encode(prompt) for prompt in some_prompts()]
-    batch = policy.batch(prompts)
-    policy.eval()
-    out = policy.base.generate(
-        **batch,
-        generation_config=policy.base.generation_config,
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
-    responses = out.sequences[:, batch["input_ids"].shape[1] :]
-    sampler = torch.stack(out.scores, 1).float().log_softmax(2).gather(2, responses[..., None])[..., 0]
+    prompts = some_prompts(policy)
+    responses, scores = generated(policy, prompts)
+    sampler = scores.log_softmax(2).gather(2, responses[..., None])[..., 0]
     # One response cut by the limit, one that ends by each stop id, one that is nothing but a stop id.
     lists = [row[: 3 + i] for i, row in enumerate(responses.tolist())]
-    tokens, mask = policy.pad(lists)
-    batched, values, _ = policy(prompts, tokens, mask)
+    batched, values, _ = policy(prompts, *pad(lists))
     for i, prompt in enumerate(prompts):
         n = len(lists[i])
         torch.testing.assert_close(batched[i, :n], sampler[i, :n], atol=1e-5, rtol=0)
-        for stop in policy.stop_ids:
+        for stop in policy.stop_ids.tolist():
             ids = lists[i] + [stop]
-            one, value, _ = policy([prompt], *policy.pad([ids]))
+            one, value, _ = policy([prompt], *pad([ids]))
             torch.testing.assert_close(one[0, :n], batched[i, :n], atol=1e-5, rtol=0)
             torch.testing.assert_close(value[0], values[i], atol=1e-5, rtol=0)
-            padded, _, _ = policy(prompts, *policy.pad([ids if j == i else [stop] for j in range(3)]))
+            padded, _, _ = policy(prompts, *pad([ids if j == i else [stop] for j in range(3)]))
             torch.testing.assert_close(padded[i, : n + 1], one[0], atol=1e-5, rtol=0)
 
 
@@ -445,55 +464,19 @@ def test_sampling_and_scoring_agree(family, model_folder):
 def test_every_token_but_placeholders_can_be_sampled_and_either_stop_id_ends_a_turn(family, model_folder):
     """The hub's generation_config (top_k 1, temperature 0.01) must not leak into the rollout."""
     policy = make_policy(model_folder(family), max_new_tokens=30)
-    V = policy.base.config.get_text_config().vocab_size
     assert len(policy.stop_ids) == 2 and policy.banned_ids
-    prompts = [policy.encode(*some_prompts([1]))] * 4
-    out = policy.eval().base.generate(
-        **policy.batch(prompts),
-        generation_config=policy.base.generation_config,
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
-    possible = torch.isfinite(out.scores[0][0])
-    assert sorted(
-        (~possible).nonzero().flatten().tolist()
-    ) == policy.banned_ids and possible.sum() == V - len(policy.banned_ids)
-    for stop in policy.stop_ids:  # make one stop id likely: turns end with it, well before the limit
-        bias = torch.zeros(V)
+    prompts = some_prompts(policy, [1]) * 4
+    _, scores = generated(policy, prompts)
+    assert (~scores[0, 0].isfinite()).nonzero()[:, 0].tolist() == policy.banned_ids
+    for stop in policy.stop_ids.tolist():  # make one stop id likely: turns end with it, well before the limit
+        bias = torch.zeros(scores.shape[2])
         bias[stop] = 50.0
         head = policy.base.get_output_embeddings()
         handle = head.register_forward_hook(lambda m, i, o, bias=bias: o + bias)
-        assert policy.sample(prompts) == [[stop]] * 4
+        tokens, mask = policy.sample(prompts)
+        assert tokens[:, 0].tolist() == [stop] * 4 and mask.sum(1).tolist() == [1] * 4
+        assert tokens.shape == mask.shape == (4, 30) and policy.decode(tokens, mask) == [""] * 4
         handle.remove()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_features_for_pixels_change_nothing(family, model_folder):
-    """1 to 3 images per prompt, in other batches than those in which they were seen; values and all."""
-    policy = make_policy(model_folder(family))
-    prompts = [policy.encode(prompt) for prompt in some_prompts((2, 1, 3))]
-    seen = vldac.see(policy, some_prompts((2, 1, 3)))
-    assert not any(key.startswith("pixel") for prompt in seen for key in prompt)
-    tokens, mask = policy.pad([[9, 10, 11], [12], [13, 14]])
-    blind = mock.Mock(side_effect=AssertionError("it looks again"))
-    for index in ([0, 1, 2], [2, 0], [1]):
-        one = policy([prompts[i] for i in index], tokens[index], mask[index])
-        with mock.patch.object(policy.base.model, "get_rope_index", blind, create=True):
-            other = policy([seen[i] for i in index], tokens[index], mask[index])
-        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-6)
-    torch.manual_seed(0)
-    responses = policy.sample(prompts)
-    torch.manual_seed(0)
-    with mock.patch.object(policy.base.model, "get_image_features", blind):
-        assert policy.sample(seen) == responses
-
-
-def test_a_vision_tower_with_adapters_looks_every_time(model_folder, tmp_path):
-    base = AutoModelForImageTextToText.from_pretrained(model_folder())
-    config = LoraConfig(r=4, target_modules=r".*\.(q_proj|v_proj|qkv)", init_lora_weights=False)
-    get_peft_model(base, config).save_pretrained(tmp_path)
-    policy = make_policy(model_folder(), adapter=str(tmp_path))
-    assert all("pixel_values" in prompt for prompt in vldac.see(policy, some_prompts()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -501,64 +484,91 @@ def test_lora_is_on_the_language_model_only(family, model_folder):
     policy = make_policy(model_folder(family))
     names = [name for name, p in policy.vlm.named_parameters() if p.requires_grad]
     assert names and not [name for name in names if "vision" in name or "visual" in name]
-    assert {name.split(".")[-4] for name in names} == {
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    }
+    layers = {name.split(".")[-4] for name in names}
+    assert layers == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_frame_costs_few_tokens(family, model_folder):
     policy = make_policy(model_folder(family), max_image_tokens=16)
     frame = np.zeros((600, 800, 3), np.uint8)
-    ids = policy.encode((some_prompts([1])[0][0], [frame]))["input_ids"]
+    messages = build_prompt([{"image": frame, "text": ""}], ["go"], "go", 0, 9)
+    ids = policy.encode(messages, [frame])["input_ids"]
     assert 1 <= torch.isin(ids, torch.tensor(policy.banned_ids)).sum() <= 16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_world_cannot_write_the_chat_format(family, model_folder):
+    """Special tokens in a world's text would add images or end the turn."""
+    policy = make_policy(model_folder(family))
+    tokenizer, frame = policy.tokenizer, np.zeros((28, 28, 3), np.uint8)
+    special = "".join(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+    ids = []
+    for text in ("plain", f"{special} \x00 {special}"):
+        messages = build_prompt([{"image": frame, "text": text}], ["go"], text, 0, 9)
+        ids.append(policy.encode(messages, [frame])["input_ids"][0].tolist())
+    assert [ids[0].count(i) for i in tokenizer.all_special_ids] == [
+        ids[1].count(i) for i in tokenizer.all_special_ids
+    ]
 
 
 def test_the_value_looks_at_the_prompt_alone(model_folder):
     policy = make_policy(model_folder())
-    prompts = [policy.encode(prompt) for prompt in some_prompts()]
-    _, empty, _ = policy(prompts, *policy.pad([[]] * 3))
-    _, full, _ = policy(prompts, *policy.pad([[9, 10, 11]] * 3))
+    prompts = some_prompts(policy)
+    _, empty, _ = policy(prompts, *pad([[]] * 3))
+    _, full, _ = policy(prompts, *pad([[9, 10, 11]] * 3))
     torch.testing.assert_close(empty, full, atol=1e-6, rtol=0)
     assert empty.unique().numel() == 3
 
 
 def test_the_entropy_is_that_of_the_softmax(model_folder):
     policy = make_policy(model_folder())
-    prompts = [policy.encode(*some_prompts([2]))]
+    prompts = some_prompts(policy, [2])
     V = policy.base.config.get_text_config().vocab_size
     allowed = [i for i in range(V) if i not in policy.banned_ids]
-    every = torch.cat([policy(prompts, *policy.pad([[i]]))[0][0] for i in allowed])
+    every = torch.cat([policy(prompts, *pad([[i]]))[0][0] for i in allowed])
     assert every.exp().sum().item() == pytest.approx(1, abs=1e-5)
-    assert policy(prompts, *policy.pad([[9]]))[2].item() == pytest.approx(
-        -(every.exp() * every).sum().item(), abs=1e-4
-    )
+    entropy = policy(prompts, *pad([[9]]))[2].item()
+    assert entropy == pytest.approx(-(every.exp() * every).sum().item(), abs=1e-4)
+
+
+def test_sampling_is_in_evaluation_mode(model_folder):
+    """generate() gives other tokens in training mode with gradient checkpointing, and says nothing."""
+    samples = []
+    for checkpointing in (False, True):
+        policy = make_policy(model_folder(), gradient_checkpointing=checkpointing).train()
+        torch.manual_seed(0)
+        samples.append(policy.sample(some_prompts(policy))[0])
+    assert samples[0].equal(samples[1])
 
 
 # --------------------------------------------------------------------------------------------- the update
 
 
-def make_rollout(policy, B=6, seed=0):
-    """A rollout of sampled responses, as `train` builds it, with made-up advantages and returns."""
+def make_rollout(policy, B=6, seed=0) -> vldac.Rollout:
+    """A rollout of sampled responses of unequal lengths, with made-up advantages and returns."""
     torch.manual_seed(seed)
-    prompts = [policy.encode(prompt) for prompt in some_prompts([1 + b % 3 for b in range(B)])]
-    responses = [r[: 2 + b] for b, r in enumerate(policy.sample(prompts))]
-    tokens, mask = policy.pad(responses)
-    logprobs, values = vldac.score(policy, prompts, tokens, mask)
+    prompts = some_prompts(policy, [1 + b % 3 for b in range(B)])
+    tokens, mask = policy.sample(prompts)
+    mask = mask * (torch.arange(tokens.shape[1]) < torch.arange(2, 2 + B)[:, None])
+    rollout = vldac.Rollout([], [], prompts, [], tokens, mask, torch.zeros(1, B), torch.zeros(1, B))
+    rollout.logprobs, _ = vldac.score(policy, prompts, tokens, mask)
     with policy.vlm.disable_adapter():
-        baselogprobs, _ = vldac.score(policy, prompts, tokens, mask)
-    advantages, returns = torch.randn(2, B)
-    return vldac.Rollout(prompts, tokens, mask, mask, logprobs, baselogprobs, advantages, returns)
+        rollout.baselogprobs, _ = vldac.score(policy, prompts, tokens, mask)
+    rollout.advantages, rollout.returns = torch.randn(2, B)
+    rollout.weights = mask
+    return rollout
 
 
 def optimizer_of(policy, lr=1e-2):
     return vldac.make_optimizer(policy, dataclasses.replace(policy.args, learning_rate=lr))
+
+
+def updated(policy, rollout, lr=1e-2, value_only=False, **changes):
+    """The optimizer after an update, and what the update returned."""
+    args = dataclasses.replace(policy.args, **{"minibatch_size": 6} | changes)
+    optimizer = optimizer_of(policy, lr)
+    return optimizer, vldac.update(policy, optimizer, rollout, args, value_only)
 
 
 def lora(policy):
@@ -572,8 +582,7 @@ def lora_state(policy):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_first_minibatch_has_ratio_one(family, model_folder):
     policy = make_policy(model_folder(family))
-    args = dataclasses.replace(policy.args, minibatch_size=3, micro_batch_size=2)
-    losses = vldac.update(policy, optimizer_of(policy), make_rollout(policy), args, value_only=False)
+    _, losses = updated(policy, make_rollout(policy), minibatch_size=3, micro_batch_size=2)
     assert losses["ratio_first"] < 1e-4
     assert losses["approx_kl"] > 1e-4  # and the later ones have not
 
@@ -584,21 +593,53 @@ def test_the_first_minibatch_has_ratio_one_around_an_adapter_made_with_dropout(m
     get_peft_model(base, config).save_pretrained(tmp_path)
     policy = make_policy(model_folder(), adapter=str(tmp_path))
     assert lora_state(policy).abs().sum() > 0
-    args = dataclasses.replace(policy.args, minibatch_size=3, micro_batch_size=2)
-    assert vldac.update(policy, optimizer_of(policy), make_rollout(policy), args, False)["ratio_first"] < 1e-4
+    assert updated(policy, make_rollout(policy), minibatch_size=3)[1]["ratio_first"] < 1e-4
 
 
 def gradients(policy, loss):
+    """Of LoRA and of the value head."""
     policy.zero_grad(set_to_none=True)
     loss.backward()
     return [p.grad for p in lora(policy)], [p.grad for p in policy.value_head.parameters()]
+
+
+def equation_6(policy, rollout):
+    """The total loss of a whole rollout, term by term."""
+    args = policy.args
+    newlogprobs, values, _ = policy(rollout.prompts, rollout.tokens, rollout.mask)
+    pg_loss = policy_loss(newlogprobs, rollout.logprobs, rollout.advantages, rollout.mask, args.clip_coef)
+    if args.kl_ref == "base":
+        kl = kl_base(newlogprobs, rollout.baselogprobs, rollout.mask)
+    else:
+        kl = kl_loss(newlogprobs, rollout.logprobs, rollout.mask)
+    return pg_loss + args.kl_coef * kl + args.vf_coef * value_loss(values, rollout.returns)
+
+
+@pytest.mark.parametrize("kl_ref, max_grad_norm", [("base", 1e9), ("old", 1e9), ("base", 1e-3)])
+def test_an_update_steps_along_equation_6(kl_ref, max_grad_norm, model_folder, monkeypatch):
+    """One minibatch of everything: each of the two epochs' gradients is Eq. 6's, clipped per group."""
+    policy = make_policy(model_folder(), kl_ref=kl_ref, max_grad_norm=max_grad_norm)
+    rollout = make_rollout(policy)
+    rollout.logprobs = rollout.logprobs - 0.05 * torch.rand(rollout.mask.shape)  # or Eq. 5 has no gradient
+    expected = gradients(policy, equation_6(policy, rollout))
+    steps, step = [], torch.optim.Adam.step
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda *args: (steps.append(1), step(*args)))
+
+    optimizer, _ = updated(policy, rollout, lr=0.0)
+
+    assert len(steps) == policy.args.update_epochs == 2
+    for group, gradient in zip(optimizer.param_groups, expected, strict=True):
+        norm = torch.cat([g.flatten() for g in gradient]).norm()
+        scale = min(1.0, max_grad_norm / norm.item())
+        found = [p.grad for p in group["params"]]
+        torch.testing.assert_close(found, [g * scale for g in gradient], atol=1e-6, rtol=1e-3)
 
 
 def test_the_two_losses_touch_different_weights(model_folder):
     """The value loss leaves every LoRA gradient exactly zero, the policy loss every value-head gradient."""
     policy = make_policy(model_folder())
     rollout = make_rollout(policy)
-    _, values, _ = policy(rollout.prompts, rollout.tokens, rollout.mask)
+    logprobs, values, _ = policy(rollout.prompts, rollout.tokens, rollout.mask)
     adapters, head = gradients(policy, value_loss(values, rollout.returns))
     assert all(g is None or not g.any() for g in adapters) and any(g.any() for g in head)
     logprobs, values, _ = policy(rollout.prompts, rollout.tokens, rollout.mask)
@@ -607,77 +648,68 @@ def test_the_two_losses_touch_different_weights(model_folder):
     assert any(g.any() for g in adapters) and all(g is None or not g.any() for g in head)
 
 
-def test_bfloat16_computes_in_half_and_keeps_log_probabilities_values_and_adapters_in_full(model_folder):
-    policy = make_policy(model_folder(), dtype="bfloat16")
-    rollout = make_rollout(policy)
-    assert policy.base.get_output_embeddings().weight.dtype == torch.bfloat16
-    assert (
-        {p.dtype for p in lora(policy)}
-        == {p.dtype for p in policy.value_head.parameters()}
-        == {torch.float32}
-    )
-    assert (
-        rollout.logprobs.dtype == torch.float32
-        and not (rollout.logprobs == rollout.logprobs.bfloat16()).all()
-    )
-    args = dataclasses.replace(policy.args, minibatch_size=6)
-    losses = vldac.update(policy, optimizer_of(policy), rollout, args, value_only=False)
-    assert losses["ratio_first"] < 0.1 and math.isfinite(losses["policy_loss"])
-
-
 def test_a_thousandfold_value_loss_moves_lora_not_one_bit_further(model_folder):
     """Neither through gradients nor through a joint clipping norm nor through Adam."""
     states = []
     for vf_coef in (0.15, 150.0):
         policy = make_policy(model_folder())
-        rollout = make_rollout(policy)
-        args = dataclasses.replace(policy.args, minibatch_size=3, vf_coef=vf_coef, max_grad_norm=0.01)
-        before = lora_state(policy)
+        rollout, before = make_rollout(policy), lora_state(policy)
         torch.manual_seed(0)
-        vldac.update(policy, optimizer_of(policy), rollout, args, value_only=False)
+        updated(policy, rollout, minibatch_size=3, vf_coef=vf_coef, max_grad_norm=0.01)
         states.append(lora_state(policy))
         assert not states[-1].equal(before)
     assert states[0].equal(states[1])
 
 
-def test_value_warm_up_trains_the_value_head_alone(model_folder):
-    policy = make_policy(model_folder())
+@pytest.mark.parametrize("stop_grad", [True, False])
+def test_in_the_warm_up_only_the_value_head_learns(stop_grad, model_folder):
+    """Also where the value loss may train LoRA: then it does so afterwards."""
+    policy = make_policy(model_folder(), stop_grad=stop_grad)
     rollout, before = make_rollout(policy), lora_state(policy)
-    head = policy.value_head[0].weight.detach().clone()
-    vldac.update(
-        policy,
-        optimizer_of(policy),
-        rollout,
-        dataclasses.replace(policy.args, minibatch_size=6),
-        value_only=True,
-    )
-    assert lora_state(policy).equal(before) and not policy.value_head[0].weight.equal(head)
+    _, values, _ = policy(rollout.prompts, rollout.tokens, rollout.mask)
+    adapters, head = gradients(policy, value_loss(values, rollout.returns))
+    assert any(g is not None and g.any() for g in adapters) == (not stop_grad)
+    weight = policy.value_head[0].weight.detach().clone()
+    for value_only in (True, False):
+        updated(policy, rollout, value_only=value_only)
+        assert lora_state(policy).equal(before) == value_only
+        assert not policy.value_head[0].weight.equal(weight)
 
 
 @pytest.mark.parametrize("micro", [1, 4, 5])
 def test_unequal_micro_batches_give_the_gradient_of_one(model_folder, micro):
-    """6 = 4 + 2 = 5 + 1: each micro-batch counts by its share of the steps."""
-    grads = []
+    """6 = 4 + 2 = 5 + 1: each micro-batch counts by its share of the steps, in gradients and in the log."""
+    grads, logged = [], []
     for size in (6, micro):
         policy = make_policy(model_folder())
-        rollout = make_rollout(policy)
-        args = dataclasses.replace(
-            policy.args, minibatch_size=6, micro_batch_size=size, update_epochs=1, max_grad_norm=1e9
-        )
-        vldac.update(policy, optimizer_of(policy, lr=0.0), rollout, args, value_only=False)
+        _, losses = updated(policy, make_rollout(policy), lr=0.0, micro_batch_size=size, max_grad_norm=1e9)
         grads.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
+        logged.append(losses | {"ratio_first": 0, "approx_kl": 0, "kl_old": 0})  # rounding
     assert grads[0].abs().max() > 1e-3
     torch.testing.assert_close(grads[0], grads[1], atol=1e-6, rtol=1e-5)
+    assert logged[0] == pytest.approx(logged[1], rel=1e-4, abs=1e-5)
 
 
 def test_gradient_checkpointing_changes_no_gradient(model_folder):
     grads = []
     for checkpointing in (False, True):
         policy = make_policy(model_folder(), gradient_checkpointing=checkpointing)
-        args = dataclasses.replace(policy.args, minibatch_size=6, update_epochs=1)
-        vldac.update(policy, optimizer_of(policy, lr=0.0), make_rollout(policy), args, value_only=False)
+        updated(policy, make_rollout(policy), lr=0.0)
         grads.append(torch.cat([p.grad.flatten() for p in lora(policy)]))
     torch.testing.assert_close(*grads, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_computes_in_half_and_keeps_log_probabilities_values_and_adapters_in_full(
+    family, model_folder
+):
+    policy = make_policy(model_folder(family), dtype="bfloat16")
+    rollout = make_rollout(policy)
+    assert policy.base.get_output_embeddings().weight.dtype == torch.bfloat16
+    assert {p.dtype for p in [*lora(policy), *policy.value_head.parameters()]} == {torch.float32}
+    assert not (rollout.logprobs == rollout.logprobs.bfloat16()).all()
+    _, losses = updated(policy, rollout)
+    assert losses["ratio_first"] < 0.1 and math.isfinite(losses["policy_loss"])
 
 
 def kept_for_backward(policy, rollout) -> int:
@@ -698,12 +730,9 @@ def kept_for_backward(policy, rollout) -> int:
 def test_gradient_checkpointing_and_half_precision_save_memory(tmp_path):
     """Checkpointing keeps little more than the layers' inputs; bfloat16 keeps no fp32 copies of LoRA's."""
     model, kept = str(write_model("qwen2_vl", tmp_path, H=64, layers=8)), {}
-    for name, changes in {
-        "full": {},
-        "checkpointing": {"gradient_checkpointing": True},
-        "half": {"dtype": "bfloat16"},
-    }.items():
-        policy = make_policy(model, **changes)
+    changes = {"full": {}, "checkpointing": {"gradient_checkpointing": True}, "half": {"dtype": "bfloat16"}}
+    for name in changes:
+        policy = make_policy(model, **changes[name])
         kept[name] = kept_for_backward(policy, make_rollout(policy))
     for module in policy.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
@@ -713,53 +742,29 @@ def test_gradient_checkpointing_and_half_precision_save_memory(tmp_path):
     assert kept["half"] < 0.9 * copied < kept["full"]
 
 
+def test_a_gradient_that_is_not_finite_is_never_applied(model_folder):
+    policy = make_policy(model_folder())
+    rollout, before = make_rollout(policy), lora_state(policy)
+    policy.value_head[0].weight.register_hook(lambda gradient: gradient * math.inf)
+    head = policy.value_head[0].weight.detach().clone()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        updated(policy, rollout)
+    assert lora_state(policy).equal(before) and policy.value_head[0].weight.equal(head)
+
+
 def test_micro_batches_hold_every_step_once_and_similar_lengths():
     rng = np.random.default_rng(0)
-    prompts = [{"input_ids": torch.zeros(1, n)} for n in rng.integers(10, 200, 64)]
     mask = (torch.arange(30) < torch.as_tensor(rng.integers(1, 31, 64))[:, None]).long()
-    index = torch.randperm(64)[:50]
-    parts = list(vldac.micro_batches(prompts, mask, index, 8))
-    assert sorted(torch.cat([rows for rows, _ in parts]).tolist()) == sorted(index.tolist())
-    assert [len(rows) for rows, _ in parts] == [8] * 6 + [2]
-    assert all(R == mask[rows].sum(1).max() for rows, R in parts)
-
-    def padded(parts):
-        return sum(len(rows) * (max(prompts[i]["input_ids"].shape[1] for i in rows) + R) for rows, R in parts)
-
-    in_order = [(rows, int(mask[rows].sum(1).max())) for rows in index.split(8)]
-    assert padded(parts) < 0.8 * padded(in_order)
+    rows = torch.randperm(64)[:50]
+    parts = list(vldac.micro_batches(rows, mask, 8))
+    assert sorted(torch.cat([part for part, _ in parts]).tolist()) == sorted(rows.tolist())
+    assert [len(part) for part, _ in parts] == [8] * 6 + [2]
+    assert all(R == mask[part].sum(1).max() for part, R in parts)
+    in_order = sum(len(part) * int(mask[part].sum(1).max()) for part in rows.split(8))
+    assert sum(len(part) * R for part, R in parts) < 0.8 * in_order
 
 
-# ------------------------------------------------------------------------------------------ the assembly
-
-
-def equation_6(policy, rollout):
-    """The total loss of a whole rollout, term by term."""
-    args = policy.args
-    newlogprobs, values, _ = policy(rollout.prompts, rollout.tokens, rollout.mask)
-    pg_loss = policy_loss(newlogprobs, rollout.logprobs, rollout.advantages, rollout.mask, args.clip_coef)
-    kl = kl_base(newlogprobs, rollout.baselogprobs, rollout.mask)
-    return pg_loss + args.kl_coef * kl + args.vf_coef * value_loss(values, rollout.returns)
-
-
-@pytest.mark.parametrize("max_grad_norm", [1e9, 1e-3])
-def test_an_update_steps_along_equation_6(max_grad_norm, model_folder, monkeypatch):
-    """One minibatch of everything: each of the two epochs' gradients is Eq. 6's, clipped per group."""
-    policy = make_policy(model_folder(), minibatch_size=6, micro_batch_size=6, max_grad_norm=max_grad_norm)
-    rollout = make_rollout(policy)
-    expected = gradients(policy, equation_6(policy, rollout))
-    optimizer, steps = optimizer_of(policy, lr=0.0), []
-    step = optimizer.step
-    monkeypatch.setattr(optimizer, "step", lambda: (steps.append(1), step()))
-
-    vldac.update(policy, optimizer, rollout, policy.args, value_only=False)
-
-    assert len(steps) == policy.args.update_epochs == 2
-    for group, gradient in zip(optimizer.param_groups, expected, strict=True):
-        norm = torch.cat([g.flatten() for g in gradient]).norm()
-        scale = min(1.0, max_grad_norm / norm.item())
-        found = [p.grad for p in group["params"]]
-        torch.testing.assert_close(found, [g * scale for g in gradient], atol=1e-6, rtol=1e-3)
+# ------------------------------------------------------------------------ from the collection to the loss
 
 
 class Corridor(gym.Env):
@@ -797,7 +802,11 @@ def scripted_responses(policy, monkeypatch):
     def sample(prompts):
         texts = [rng.choice(answers) for _ in prompts]
         said.extend(texts)
-        return [policy.processor.tokenizer(text).input_ids + policy.stop_ids[:1] for text in texts]
+        tokens, mask = pad(
+            [policy.tokenizer(text).input_ids + policy.stop_ids[:1].tolist() for text in texts]
+        )
+        missing = (0, 60 - tokens.shape[1])
+        return torch.nn.functional.pad(tokens, missing), torch.nn.functional.pad(mask, missing)
 
     monkeypatch.setattr(policy, "sample", sample)
     return said
@@ -808,33 +817,31 @@ def test_collection_and_advantages_are_those_of_a_replay(model_folder, monkeypat
     T, N, gamma, lam = 7, 3, 0.9, 0.6
     policy = make_policy(
         model_folder(), env="test_vldac:Corridor", num_envs=N, num_steps=T, gamma=gamma, gae_lambda=lam,
-        num_images=2, max_image_tokens=16, max_episode_steps=5,
+        num_images=2, max_image_tokens=16,
     )  # fmt: skip
-    agents = [vldac.Agent(policy.args, n) for n in range(N)]
-    for agent in agents:
-        agent.next_episode()
+    players = [vldac.Player(policy.args, n) for n in range(N)]
+    for player in players:
+        player.next_episode()
     said = scripted_responses(policy, monkeypatch)
     worlds, episodes, histories = [Corridor() for _ in range(N)], [0] * N, [None] * N
 
     def begin(n):
-        observation, info = worlds[n].reset(seed=vldac.episode_seed(policy.args.seed, n, episodes[n]))
+        observation, info = worlds[n].reset(seed=vldac.training_seed(policy.args.seed, n, episodes[n]))
         episodes[n], histories[n] = episodes[n] + 1, ([observation], info, 0)
 
     def value(n):
         """V of what player n sees now."""
         seen, info, taken = histories[n]
-        messages = vldac.build_prompt(seen[-2:], info["actions"], "walk", taken, 5 - taken)
-        prompt = policy.encode((messages, [observation["image"] for observation in seen[-2:]]))
-        return policy([prompt], *policy.pad([[]]))[1].item()
+        messages = build_prompt(seen[-2:], info["actions"], "walk", taken, 5 - taken)
+        prompt = policy.encode(messages, [observation["image"] for observation in seen[-2:]])
+        return policy([prompt], *pad([[]]))[1].item()
 
     for n in range(N):
         begin(n)
     for _ in range(3):
         said.clear()
-        prompts, responses, rewards, dones, last, record = vldac.collect(
-            policy, agents, policy.args, vldac.Timer()
-        )
-        rollout, _ = vldac.assess(policy, prompts, responses, rewards, dones, last, policy.args)
+        rollout = vldac.collect(policy, players, policy.args)
+        vldac.compute_advantages(policy, rollout, policy.args)
         R, D, V = np.zeros((T, N)), np.zeros((T, N)), np.zeros((T + 1, N))
         for t in range(T):
             for n in range(N):
@@ -848,24 +855,12 @@ def test_collection_and_advantages_are_those_of_a_replay(model_folder, monkeypat
                 if D[t, n]:
                     begin(n)
         V[T] = [value(n) for n in range(N)]
-        assert rewards.tolist() == R.tolist() and dones.tolist() == D.tolist() and 0 < D.sum() < T * N
         R, V, D = map(torch.tensor, (R, V, D))
+        assert rollout.rewards.equal(R.float()) and rollout.dones.equal(D.float()) and 0 < D.sum() < T * N
         A = gae_by_definition(R, V[:T], V[T], D, gamma, lam)
         normalised = (A - A.mean()) / (A.std() + 1e-8)
         torch.testing.assert_close(rollout.advantages, normalised.flatten().float(), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(rollout.returns, (A + V[:T]).flatten().float(), atol=1e-4, rtol=1e-4)
-
-
-def test_sampling_is_in_evaluation_mode(model_folder):
-    """generate() gives other tokens in training mode with gradient checkpointing, and says nothing."""
-    plain, checkpointed = (make_policy(model_folder(), gradient_checkpointing=c) for c in (False, True))
-    prompts = [plain.encode(prompt) for prompt in some_prompts()]
-    samples = []
-    for policy in (plain, checkpointed):
-        policy.train()
-        torch.manual_seed(0)
-        samples.append(policy.sample(prompts))
-    assert samples[0] == samples[1]
 
 
 # ------------------------------------------------------------------------- what VL-DAC is compared with
@@ -889,9 +884,8 @@ def test_rl4vlm_equals_the_loop(thought_coef):
 
 def test_a_response_of_one_token_makes_step_and_token_level_equal():
     new, old, advantages, mask = random_tokens(7, 1)
-    assert vldac.rl4vlm_loss(new, old, advantages, mask, 0.1).equal(
-        policy_loss(new, old, advantages, mask, 0.1)
-    )
+    step_level = vldac.rl4vlm_loss(new, old, advantages, mask, 0.1)
+    assert step_level.equal(policy_loss(new, old, advantages, mask, 0.1))
 
 
 TALK = '{"thoughts": "the box is ahead", '
@@ -910,48 +904,49 @@ TALK = '{"thoughts": "the box is ahead", '
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_thought_ends_where_the_action_s_key_begins(family, text, thought, model_folder):
     policy = make_policy(model_folder(family), thought_coef=0.25)
-    tokenizer = policy.processor.tokenizer
-    rest = tokenizer(text[len(thought) :], add_special_tokens=False).input_ids
-    ids = tokenizer(thought, add_special_tokens=False).input_ids
-    responses = [ids + rest + policy.stop_ids[:1], rest + [9]]
-    assert policy.decode(responses[0]) == text
-    weights = vldac.thought_weights(policy, responses, policy.pad(responses)[1])
-    split = len(ids) if rest else len(responses[0])
-    assert weights[0].tolist() == [0.25] * split + [1.0] * (len(responses[0]) - split)
+    rest = policy.tokenizer(text[len(thought) :], add_special_tokens=False).input_ids
+    ids = policy.tokenizer(thought, add_special_tokens=False).input_ids
+    tokens, mask = pad([ids + rest + policy.stop_ids[:1].tolist(), rest + [9]])
+    assert policy.decode(tokens, mask)[0] == text
+    weights = vldac.thought_weights(policy, tokens, mask)
+    split, length = (len(ids) if rest else int(mask[0].sum())), int(mask[0].sum())
+    assert weights[0, :length].tolist() == [0.25] * split + [1.0] * (length - split)
     assert (weights[1, len(rest) + 1 :] == 0).all()  # padding
 
 
 def test_a_token_in_which_the_key_begins_belongs_to_the_action():
     pieces = ['{"thoughts": "x', '", "act', 'ion": "go"}']
+
+    def decode(ids):
+        return "".join(pieces[i] for i in ids)
+
     policy = types.SimpleNamespace(args=types.SimpleNamespace(thought_coef=0.5))
-    policy.decode = lambda ids: "".join(pieces[i] for i in ids)
-    assert vldac.thought_weights(policy, [[0, 1, 2]], torch.ones(1, 3)).tolist() == [[0.5, 1.0, 1.0]]
-
-
-def test_with_lambda_one_no_split_matters(model_folder):
-    policy = make_policy(model_folder(), thought_coef=1.0)
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
-    assert vldac.thought_weights(policy, [[9, 10, 11], [12]], mask).equal(mask.float())
+    policy.tokenizer = types.SimpleNamespace(decode=decode)
+    policy.decode = lambda tokens, mask: [decode(row) for row in tokens]
+    weights = vldac.thought_weights(policy, torch.tensor([[0, 1, 2]]), torch.ones(1, 3))
+    assert weights.tolist() == [[0.5, 1.0, 1.0]]
 
 
 def test_leave_one_out_is_the_distance_from_the_others_mean():
     returns = torch.tensor([[1.0, 4.0, 7.0], [2.0, 2.0, 2.0]])
-    assert vldac.leave_one_out(returns).tolist() == [[1 - 5.5, 4 - 4, 7 - 2.5], [0, 0, 0]]
+    assert loop.leave_one_out(returns).tolist() == [[1 - 5.5, 4 - 4, 7 - 2.5], [0, 0, 0]]
 
 
 def test_loop_takes_the_mean_over_an_episode_s_tokens_and_drops_groups_without_signal(model_folder):
     """Two groups of two; the first has equal returns. A whole batch gives LOOP's objective exactly."""
-    policy = make_policy(model_folder(), group_size=2, gamma=0.5)
-    rewards = [[0, 1], [0, 1], [1], [0, 0, 4]]  # returns 0.5, 0.5, 1, 1
-    prompt = policy.encode(*some_prompts([1]))
-    responses = [[9 + i] * (1 + i % 3) for i in range(8)]
-    rollout, stats = vldac.assess_groups(policy, [prompt] * 8, responses, rewards, policy.args)
-    assert rollout is None and stats["advantage_std"] == 0
+    policy = make_policy(model_folder(), gamma=0.5)
+    args = loop.Args(group_size=2)
+    prompt = some_prompts(policy, [1])[0]
+    tokens, mask = pad([[9 + i] * (1 + i % 3) for i in range(8)])
 
-    rewards[3] = [0, 0, 8]  # 2
-    rollout, stats = vldac.assess_groups(policy, [prompt] * 8, responses, rewards, policy.args)
-    kept = responses[4:]  # a step of the third episode, three of the fourth
-    assert [t[m == 1].tolist() for t, m in zip(rollout.tokens, rollout.mask, strict=True)] == kept
+    def episodes_of(rewards):
+        rows = zip(tokens, mask, sum(rewards, []), strict=True)
+        steps = [vldac.Step("", prompt, t, m, "", None, float(reward), False) for t, m, reward in rows]
+        return [[steps.pop(0) for _ in episode] for episode in rewards]
+
+    assert loop.choose(policy, episodes_of([[0, 1], [0, 1], [1], [0, 0, 1]]), args) is None  # no discount
+    rollout = loop.choose(policy, episodes_of([[0, 1], [0, 1], [1], [0, 0, 2]]), args)
+    assert rollout.tokens.equal(tokens[4:])  # a step of the third episode, three of the fourth
     assert rollout.advantages.tolist() == [-1, 1, 1, 1]
     new, old = (0.3 * torch.randn(2, *rollout.mask.shape)).unbind()
     total = 0.0
@@ -959,41 +954,33 @@ def test_loop_takes_the_mean_over_an_episode_s_tokens_and_drops_groups_without_s
         losses = []
         for b in steps:
             A = rollout.advantages[b].item()
-            for i in range(len(kept[b])):
+            for i in range(int(rollout.mask[b].sum())):
                 ratio = math.exp(new[b, i] - old[b, i])
                 losses.append(-min(ratio * A, min(max(ratio, 1 / 1.1), 1.1) * A))
         total += sum(losses) / len(losses) / 4  # of four episodes, dropped ones included
-    loss = vldac.loop_loss(new, old, rollout.advantages, rollout.weights, 0.1)
+    loss = loop.loop_loss(new, old, rollout.advantages, rollout.weights, 0.1)
     assert loss.item() == pytest.approx(total, abs=1e-6)
     new = new.masked_fill(rollout.mask == 0, math.nan)
-    assert vldac.loop_loss(new, old, rollout.advantages, rollout.weights, 0.1).equal(loss)
+    assert loop.loop_loss(new, old, rollout.advantages, rollout.weights, 0.1).equal(loss)
 
 
-@pytest.mark.parametrize("stop_grad", [True, False])
-def test_without_stop_gradient_the_value_loss_trains_lora_but_not_in_warm_up(stop_grad, model_folder):
-    policy = make_policy(model_folder(), stop_grad=stop_grad, minibatch_size=6)
-    rollout = make_rollout(policy)
-    logprobs, values, _ = policy(rollout.prompts, rollout.tokens, rollout.mask)
-    adapters, head = gradients(policy, value_loss(values, rollout.returns))
-    assert any(g is not None and g.any() for g in adapters) == (not stop_grad)
-    assert any(g.any() for g in head)
-    before = lora_state(policy)
-    for value_only in (True, False):
-        vldac.update(policy, optimizer_of(policy), rollout, policy.args, value_only)
-        assert lora_state(policy).equal(before) == value_only
-
-
-def test_without_kl_the_base_does_not_matter(model_folder):
-    states = {}
-    for kl_coef, shift in itertools.product((0.0, 0.05), (0.0, 1.0)):
-        policy = make_policy(model_folder(), kl_coef=kl_coef, minibatch_size=3)
-        rollout = make_rollout(policy)
-        rollout.baselogprobs -= shift
-        torch.manual_seed(0)
-        vldac.update(policy, optimizer_of(policy), rollout, policy.args, value_only=False)
-        states[kl_coef, shift] = lora_state(policy)
-    assert states[0.0, 0.0].equal(states[0.0, 1.0])
-    assert not states[0.05, 0.0].equal(states[0.05, 1.0])
+def test_a_run_of_loop(tmp_path, model_folder, monkeypatch):
+    """Whole episodes, pairs from the same start, as many as the budget allows."""
+    answers = itertools.cycle(['{"action": "right"}', '{"action": "right"}', '{"action": "left"}'])
+    monkeypatch.setattr(VLMPolicy, "decode", lambda self, tokens, mask: [next(answers) for _ in tokens])
+    argv = ["--env", "test_vldac:Corridor", "--model", model_folder(), *SMALL, "--total_timesteps", 64]
+    argv += ["--group_size", 2, "--eval_episodes", 2, "--runs_dir", tmp_path, "--run_name", "loop"]
+    loop.main([*map(str, argv), "--device", "cpu"])
+    first, *rows = rows_of(tmp_path / "loop")
+    assert "eval/success_rate" in first and "eval/success_rate" in rows[-1]
+    before = 0
+    for row in rows:
+        (one, two), lengths = row["episodes"], [episode["length"] for episode in row["episodes"]]
+        assert one["seed"] == two["seed"] and row["charts/success_rate"] is not None
+        assert row["global_step"] == before + sum(lengths) and before + 8 <= 64
+        before = row["global_step"]
+    assert before + 8 > 64 and any("losses/policy_loss" in row for row in rows)
+    assert (tmp_path / "loop" / "adapter" / "adapter_config.json").exists()
 
 
 # ------------------------------------------------------------------------------ the prompt and the parser
@@ -1098,35 +1085,38 @@ def test_the_parser_survives_hostile_text():
             assert parse_action(text, ["turn left"]) in ("turn left", None)
 
 
-def test_the_prompt_shows_the_newest_frames_once_and_counts_actions(monkeypatch):
-    class Counter(envs.World):
-        task, actions = "count", ("go",)
+class Counter(envs.World):
+    """A world of tests that shows how many actions were taken."""
 
-        def _reset(self):
-            pass
+    task, actions = "count", ("go",)
 
-        def _step(self, action):
-            return 0.0, False
+    def __init__(self):
+        super().__init__((8, 8), 10, 0.0)
 
-        def _frame(self):
-            return np.full((8, 8, 3), self.taken, np.uint8)
+    def _reset(self):
+        pass
 
-        def _text(self):
-            return f"state {self.taken}"
+    def _step(self, action):
+        return 0.0, False
 
-    monkeypatch.setattr(envs, "make_env", lambda *_, **__: Counter((8, 8), 10, 0.0, helpers=False))
-    agent = vldac.Agent(Args(num_images=4))
-    agent.reset(0)
+    def _frame(self):
+        return np.full((8, 8, 3), self.taken, np.uint8)
+
+    def _text(self):
+        return f"state {self.taken}"
+
+
+def test_the_prompt_shows_the_newest_frames_once_and_counts_actions():
+    player = vldac.Player(Args(env="test_vldac:Counter", num_images=4))
+    player.reset(0)
     for t in range(7):
-        messages, frames = agent.prompt()
+        (turn,), frames = player.prompt()
         assert [int(frame[0, 0, 0]) for frame in frames] == list(range(max(0, t - 3), t + 1))
-        (turn,) = messages
         assert [part["type"] for part in turn["content"]] == ["image"] * len(frames) + ["text"]
         text = turn["content"][-1]["text"]
-        assert f"Actions taken: {t}. Actions left: {10 - t}." in text and re.findall(r"state (\d)", text) == [
-            str(t)
-        ]
-        agent.step("go" if t % 2 else None)
+        assert f"Actions taken: {t}. Actions left: {10 - t}." in text
+        assert re.findall(r"state (\d)", text) == [str(t)]
+        player.step("go" if t % 2 else None)
 
 
 # --------------------------------------------------------------------------------------------- the worlds
@@ -1142,11 +1132,15 @@ WORLDS = [*MINIWORLD, *envs.CARDS]
 
 
 def play(env, seed, policy, limit=10_000):
-    """One episode; returns its records (image bytes, text, reward, terminated, truncated, info)."""
+    """One episode; returns its records (image bytes, text, reward, terminated, truncated, info).
+
+    policy  a function of info, or "hint"
+    """
     observation, info = env.reset(seed=seed)
     records = [(observation["image"].tobytes(), observation["text"], 0.0, False, False, info)]
     for _ in range(limit):
-        observation, *rest = env.step(policy(records[-1][-1]))
+        action = env.hint() if policy == "hint" else policy(records[-1][-1])
+        observation, *rest = env.step(action)
         records.append((observation["image"].tobytes(), observation["text"], *rest))
         if rest[1] or rest[2]:
             return records
@@ -1165,10 +1159,8 @@ def test_check_env(name):
     check_env(env, skip_close_check=True)
     observation, info = env.reset(seed=0)
     assert observation["image"].dtype == np.uint8 and observation["image"] is not env.step("")[0]["image"]
-    assert {"task", "actions", "success", "left", "caption", "hint"} <= info.keys() and info["hint"] in info[
-        "actions"
-    ]
-    assert not {"caption", "hint"} & envs.make_env(name, helpers=False).reset(seed=0)[1].keys()
+    assert info.keys() == {"task", "actions", "success", "left"}
+    assert env.caption() and env.hint() in info["actions"]
 
 
 def test_any_text_is_an_action():
@@ -1218,28 +1210,11 @@ def test_what_is_not_admissible_costs_a_step_and_ends_in_time(name, action):
         assert all(r[0] == records[0][0] for r in records)
 
 
-@pytest.mark.parametrize(
-    "name, low, high", [("Hallway", 6, 14), ("OneRoom", 2, 8), ("FourRooms", 2, 8), ("WallGap", 0, 2)]
-)
-@needs_opengl
-def test_a_random_player_does_as_well_as_was_measured_elsewhere(name, low, high):
-    """Success over four actions in 128 steps; low, high: the 95 % interval, in percent, of 200 episodes."""
-    env = envs.make_env(name, helpers=False)
-    n = 60
-    k = sum(play(env, seed, randomly(seed))[-1][-1]["success"] for seed in range(n))
-    z2 = 1.96**2
-    middle, half = (k + z2 / 2) / (n + z2), math.sqrt(z2) * math.sqrt(k * (n - k) / n + z2 / 4) / (n + z2)
-    assert middle - half <= high / 100 and middle + half >= low / 100
-
-
 @pytest.mark.parametrize("name", ["Hallway", "OneRoom"])
 @needs_opengl
 def test_the_hints_solve_the_open_rooms(name):
     env = envs.make_env(name)
-    assert (
-        np.mean([play(env, seed, lambda info: info["hint"])[-1][-1]["success"] for seed in range(100)])
-        >= 0.99
-    )
+    assert np.mean([play(env, seed, "hint")[-1][-1]["success"] for seed in range(100)]) >= 0.99
 
 
 @needs_opengl
@@ -1248,10 +1223,10 @@ def test_miniworld_rewards_and_ends():
     lost = play(env, 0, lambda info: "turn left")
     assert len(lost) == 21 and [r[2] for r in lost[1:]] == [0.0] * 19 + [-1.0]
     assert lost[-1][3:5] == (False, True) and [r[-1]["left"] for r in lost] == list(range(20, -1, -1))
-    won = play(envs.make_env("OneRoom"), 1, lambda info: info["hint"])
+    won = play(envs.make_env("OneRoom"), 1, "hint")
     steps = len(won) - 1
     assert won[-1][2] == pytest.approx(1 - 0.2 * steps / 180) and won[-1][3:5] == (True, False)
-    last = play(envs.make_env("OneRoom", max_episode_steps=steps), 1, lambda info: info["hint"])
+    last = play(envs.make_env("OneRoom", max_episode_steps=steps), 1, "hint")
     assert last[-1][3:5] == (True, True) and last[-1][-1]["success"] and last[-1][2] == won[-1][2]
 
 
@@ -1259,7 +1234,7 @@ def test_miniworld_rewards_and_ends():
 def test_an_inadmissible_action_counts_in_miniworld_s_reward():
     env = envs.make_env("OneRoom")
     actions = iter(["", "pickup", 4])
-    records = play(env, 1, lambda info: next(actions, info["hint"]))
+    records = play(env, 1, lambda info: next(actions, env.hint()))
     assert records[-1][2] == pytest.approx(1 - 0.2 * (len(records) - 1) / 180)
 
 
@@ -1321,7 +1296,7 @@ def test_number_line_rules():
     env.step("+")
     *_, reward, terminated, truncated, info = env.step("+")
     assert (reward, terminated, truncated, info["success"]) == (1.0, True, False, True)
-    records = play(env, 0, lambda info: "-" if info["hint"] == "+" else "+")  # always away from the target
+    records = play(env, 0, lambda info: "-" if env.hint() == "+" else "+")  # always away from the target
     assert len(records) == 11 and records[-1][4]
 
 
@@ -1353,14 +1328,14 @@ def test_ez_points_rules():
     _, _, last = formula_game("EZPoints", [12, 2], ["2"] * 7)
     assert last[1] == -1 and last[2:4] == (False, True)
     env, _, last = formula_game("EZPoints", [6, 6], ["6", "+"])
-    assert last[0]["text"] == "Formula: 6 +" and last[4]["caption"] == "the cards are 6, 6; formula: 6 +"
+    assert last[0]["text"] == "Formula: 6 +" and env.caption() == "the cards are 6, 6; formula: 6 +"
     assert formula_game("EZPoints", [6, 6], ["6", "+", "6", "="])[1][-1] == 10
 
 
 def test_every_ez_points_deal_is_solved_by_its_hints():
     env, pairs = envs.make_env("EZPoints"), set()
     for seed in range(200):
-        records = play(env, seed, lambda info: info["hint"])
+        records = play(env, seed, "hint")
         assert records[-1][5]["success"] and len(records) == 5
         pairs.add(tuple(sorted(env.numbers)))
     assert pairs == {(2, 10), (5, 7), (3, 9), (4, 8), (3, 4), (2, 6), (6, 6)}
@@ -1401,7 +1376,7 @@ def test_points24_rules():
     assert env.numbers == [1, 10, 10, 10] and rewards == [0, 0, 0, 0, -1] and env.formula[-1] == " "
     records = play(env, 0, lambda info: "(")
     assert len(records) == 23 and records[-1][2] == -1 and records[-1][4]
-    solved = sum(play(env, seed, lambda info: info["hint"])[-1][5]["success"] for seed in range(100))
+    solved = sum(play(env, seed, "hint")[-1][5]["success"] for seed in range(100))
     assert 60 <= solved <= 85  # about 73 % of the deals have a solution
 
 
@@ -1429,17 +1404,16 @@ def test_blackjack_rules():
     env.player, env.dealer = [ten, five], [ten, five]
     env._card = lambda: ten  # the dealer must draw below 17, and busts
     assert env.step("stand")[1:3] == (1.0, True)
-    wins = np.mean(
-        [play(envs.make_env("Blackjack"), s, lambda info: info["hint"])[-1][5]["success"] for s in range(400)]
-    )
+    wins = np.mean([play(envs.make_env("Blackjack"), s, "hint")[-1][5]["success"] for s in range(400)])
     assert 0.36 <= wins <= 0.50  # basic strategy: 0.43
 
 
 def test_the_hidden_card_of_the_dealer_is_not_shown():
     env = envs.make_env("Blackjack")
-    first, info = env.reset(seed=4)
+    first, _ = env.reset(seed=4)
+    caption = env.caption()
     env.dealer[1] = (1, "A", "D")
-    assert (env._frame() == first["image"]).all() and env.caption() == info["caption"]
+    assert (env._frame() == first["image"]).all() and env.caption() == caption
 
 
 # ------------------------------------------------------------------------------------- ALFWorld, for real
@@ -1462,10 +1436,7 @@ def thor_name(kind, number):
 
 
 def write_games(root):
-    """ALFWorld games of three kinds in one small kitchen, from what the package ships, as its download lies.
-
-    python test_vldac.py games FOLDER
-    """
+    """ALFWorld games of three kinds in one small kitchen, from what the package ships."""
     import alfworld.gen.goal_library as library
     from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
 
@@ -1554,7 +1525,7 @@ def test_alfworld_s_tasks_are_done_by_admissible_commands(split, alfworld_data):
             observation, reward, terminated, truncated, info = env.step(action)
             last = t == len(commands)
             assert (reward, terminated, info["success"]) == (float(last), last, last) and not truncated
-            assert info["left"] == 50 - t and info["caption"]
+            assert info["left"] == 50 - t and env.caption()
     assert done == GAMES.keys() and sys.argv == argv
 
 
@@ -1585,8 +1556,8 @@ def test_alfworld_s_limits(alfworld_data):
 def test_alfworld_without_games_says_how_to_get_them(make, alfworld_data, tmp_path, monkeypatch, capsys):
     make(tmp_path / "json_2.1.1")
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
-    status, line = stopped(["--env", "ALFWorld", "--model", "tiny", "--runs_dir", tmp_path / "runs"], capsys)
-    assert status == 2 and "alfworld-download" in line
+    line = refused(["--env", "ALFWorld", "--model", "tiny", "--runs_dir", tmp_path / "runs"], capsys)
+    assert "alfworld-download" in line
 
 
 @pytest.mark.parametrize("name", ["alfworld", "alfworld.agents", "playwright.sync_api"])
@@ -1594,55 +1565,9 @@ def test_a_missing_package_is_named(name, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, name, None)
     envs.load_alfworld.cache_clear()
     env = "WebShop" if name.startswith("playwright") else "ALFWorld"
-    status, line = stopped(["--env", env, "--model", "tiny", "--runs_dir", tmp_path / "runs"], capsys)
-    assert status == 2 and ("playwright install" if env == "WebShop" else "pip install alfworld") in line
+    line = refused(["--env", env, "--model", "tiny", "--runs_dir", tmp_path / "runs"], capsys)
+    assert ("playwright install" if env == "WebShop" else "pip install alfworld") in line
     envs.load_alfworld.cache_clear()
-
-
-class StandInForThor:
-    """What the adapter uses of alfworld's AlfredThorEnv: tasks by chance, frames in blue, green and red."""
-
-    num_games = 1
-
-    def __init__(self, config, train_eval):
-        self.steps, self.sent = 0, []
-
-    def init_env(self, batch_size):
-        return self
-
-    def seed(self, number):
-        pass
-
-    def infos(self, won=False):
-        names = {"admissible_commands": [["look", "move mug 1 to shelf 1"]], "won": [won]}
-        return names | {"goal_condition_success_rate": [0.5 * len(self.sent)]}
-
-    def reset(self):
-        self.sent, sys.argv = [], ["translate.py"]
-        self.number = random.randrange(1000)
-        return [f"You see {self.number} things. Your task is to: put a mug in shelf."], self.infos()
-
-    def step(self, commands):
-        self.sent += commands
-        return ["You move."], None, [False], self.infos(won=commands == ["put mug 1 in/on shelf 1"])
-
-    def get_frames(self):
-        return np.full((1, 300, 300, 3), (9, 5, 1), np.uint8)
-
-
-def test_thor_s_frames_commands_and_rewards(alfworld_data, monkeypatch):
-    monkeypatch.setattr("alfworld.agents.environment.get_environment", lambda kind: StandInForThor)
-    env, argv = envs.make_env("ALFWorldThor"), list(sys.argv)
-    random.seed(0)
-    state = random.getstate()
-    texts = [env.reset(seed=seed)[0]["text"] for seed in (5, 6, 5)]
-    assert texts[0] == texts[2] != texts[1] and random.getstate() == state and sys.argv == argv
-    observation, reward, *_ = env.step("look")
-    assert observation["image"].shape == (300, 300, 3) and (observation["image"] == (1, 5, 9)).all()
-    assert reward == 0.5
-    assert env.step("move mug 1")[1] == -0.5  # inadmissible: the half that is reached, less one
-    _, reward, terminated, *_ = env.step("move mug 1 to shelf 1")
-    assert (reward, terminated) == (2.0, True) and env.env.sent == ["look", "put mug 1 in/on shelf 1"]
 
 
 # --------------------------------------------------------------------- WebShop, a real browser and its pages
@@ -1655,17 +1580,14 @@ SHOPPING = [("a red mug, large", "B0RED", {"size": "large"}), ("a blue mug", "B0
 
 
 class Shop(http.server.ThreadingHTTPServer):
-    """A shop with WebShop's addresses and the marks of its pages that the adapter goes by.
-
-    python test_vldac.py shop       serves it on port 3000
-    """
+    """A shop with WebShop's addresses and the marks of its pages that the adapter goes by."""
 
     daemon_threads = True
 
     def __init__(self, port=0):
         super().__init__(("127.0.0.1", port), ShopPages)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.answers, self.never, self.together, self.sentences = threading.Event(), None, None, 3
+        self.answers, self.never, self.sentences = threading.Event(), None, 3
 
 
 class ShopPages(http.server.BaseHTTPRequestHandler):
@@ -1696,8 +1618,6 @@ class ShopPages(http.server.BaseHTTPRequestHandler):
         shop = self.server
         if shop.never and shop.never in kind:
             shop.answers.wait()
-        if shop.together and kind == "search_results":
-            shop.together.wait(20)  # until as many ask at the same time
         try:
             self.send(page(kind, *rest))
         except (IndexError, ValueError):
@@ -1853,67 +1773,46 @@ def test_seeds_are_goals_of_a_split(shop):
     assert tasks["train"] | tasks["eval"] == set(range(len(SHOPPING))) and not tasks["train"] & tasks["eval"]
 
 
-def test_browsers_work_side_by_side(shop):
-    """The site answers a search only when two ask at once: one after the other would never end well."""
-    args = Args(env="WebShop", max_episode_steps=9, env_timeout=60)
-    agents = [vldac.Agent(args, index) for index in range(2)]
-    for agent in agents:
-        agent.reset(agent.index)
-    shop.together = threading.Barrier(2)
-    words = ["search[red mug]", "search[blue mug]"]
-    for agent, action in zip(agents, words, strict=True):
-        agent.start(action)
-    results = [agent.step(action) for agent, action in zip(agents, words, strict=True)]
-    assert results == [(0.0, False)] * 2
-    assert [agent.info["actions"][-1] for agent in agents] == ["click[b0blue]"] * 2
-    assert not shop.together.broken
-    shop.together = None
-    agents[0].start("click[b0red]"), agents[1].start("click[back to search]")
-    assert [agent.step(a) for agent, a in zip(agents, ["click[b0red]", "click[back to search]"], strict=True)]
-    assert "click[large]" in agents[0].info["actions"] and agents[1].info["actions"] == ["search[...]"]
-    for agent in agents:
-        agent.env.close()
-
-
 @pytest.mark.parametrize("trouble", ["gone", "never"])
 def test_a_shop_in_trouble(trouble, shop, monkeypatch):
-    """The server ends, or a page never comes: a line with seed and actions."""
+    """The server ends, or a page never comes: the note has seed and actions."""
     monkeypatch.setattr(envs.WebShop, "patience", 1.0)
-    agent = vldac.Agent(Args(env="WebShop", max_episode_steps=9))
-    agent.reset(3)
-    agent.step("search[mug]")
+    player = vldac.Player(Args(env="WebShop", max_episode_steps=9))
+    player.reset(3)
+    player.step("search[mug]")
     if trouble == "gone":
         shop.shutdown(), shop.server_close()
     else:
         shop.never = "item_page"
-    with pytest.raises(vldac.WorldError, match=r"env.reset\(seed=3\)"):
-        agent.step("click[b0red]")
-    agent.env.close()
+    with pytest.raises(Exception, match="net::ERR|Timeout") as trouble:
+        player.step("click[b0red]")
+    assert "env.reset(seed=3)" in trouble.value.__notes__[0]
+    player.env.close()
 
 
 def test_a_goal_that_the_site_no_longer_has(shop, monkeypatch):
-    agent = vldac.Agent(Args(env="WebShop"))
+    player = vldac.Player(Args(env="WebShop"))
     monkeypatch.setattr(f"{__name__}.SHOPPING", [])
-    with pytest.raises(vldac.WorldError, match="the site answers 500"):
-        agent.reset(4)
-    agent.env.close()
+    with pytest.raises(RuntimeError, match="the site answers 500"):
+        player.reset(4)
+    player.env.close()
 
 
 def test_no_shop_and_a_broken_one(shop, monkeypatch, capsys, tmp_path):
     argv = ["--env", "WebShop", "--model", "tiny", "--runs_dir", tmp_path / "runs"]
     monkeypatch.setattr(f"{__name__}.SHOPPING", [])  # error 500 from the first page on
-    status, line = stopped(argv, capsys)
-    assert status == 2 and "answers 500" in line and "setup.sh" in line
+    line = refused(argv, capsys)
+    assert "answers 500" in line and "setup.sh" in line
     monkeypatch.setenv("WEBSHOP_URL", "http://127.0.0.1:9")
-    status, line = stopped(argv, capsys)
-    assert status == 2 and "no WebShop at http://127.0.0.1:9" in line and "flask --app" in line
+    line = refused(argv, capsys)
+    assert "no WebShop at http://127.0.0.1:9" in line and "flask --app" in line
     monkeypatch.undo()
 
 
 def test_no_browser(shop, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("CHROMIUM", str(tmp_path / "nowhere"))
-    status, line = stopped(["--env", "WebShop", "--model", "tiny", "--runs_dir", tmp_path / "runs"], capsys)
-    assert status == 2 and "playwright install" in line
+    line = refused(["--env", "WebShop", "--model", "tiny", "--runs_dir", tmp_path / "runs"], capsys)
+    assert "playwright install" in line
 
 
 # -------------------------------------------------------------------------------------------- a whole run
@@ -1925,7 +1824,7 @@ class Signal(envs.World):
     task, actions = "obey", ("left", "right")
 
     def __init__(self):
-        super().__init__((28, 28), 4, 0.0, helpers=False)
+        super().__init__((28, 28), 4, 0.0)
 
     def _reset(self):
         self.way = self.actions[int(self.np_random.integers(2))]
@@ -1952,15 +1851,19 @@ def test_a_long_list_of_actions_is_cut_and_says_so():
     assert [env.step(action)[1] for action in ("press 149", "press 150")] == [1.0, 0.0]
 
 
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
 def run(tmp_path, *argv, name="run"):
     """A run through the command line; returns its folder and the rows of its log."""
-    vldac.main([*argv, "--runs_dir", str(tmp_path), "--run_name", name, "--device", "cpu"])
-    rows = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
-    return tmp_path / name, rows
+    argv = [*argv, "--runs_dir", tmp_path, "--run_name", name, "--device", "cpu"]
+    vldac.main([str(word) for word in argv])
+    return tmp_path / name, rows_of(tmp_path / name)
 
 
 SMALL = "--num_envs 2 --num_steps 4 --total_timesteps 16 --minibatch_size 8 --max_new_tokens 6".split()
-SMALL += "--value_hidden 16 --max_image_tokens 16".split()
+SMALL += "--value_hidden 16 --max_image_tokens 16 --lora_rank 4".split()
 CHARTS = """success_rate episodic_return episodic_length invalid_action_rate cut_share response_length
 learning_rate env_steps_per_second"""
 LOSSES = """policy_loss value_loss kl_old kl_base entropy approx_kl clipfrac explained_variance advantage_std
@@ -1968,135 +1871,111 @@ grad_norm_lora grad_norm_value ratio_first"""
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_a_run_writes_what_it_says(name, tmp_path, model_folder):
-    folder, rows = run(
-        tmp_path,
-        "--env",
-        name,
-        "--model",
-        model_folder(),
-        *SMALL,
-        "--eval_episodes",
-        "2",
-        "--max_episode_steps",
-        "3",
-    )
-    first, *updates, last = rows
-    assert 0 <= first["eval/success_rate"] <= 1 and first["global_step"] == 0 and last["global_step"] == 16
-    assert [row["global_step"] for row in updates] == [8, 16]
+def test_a_run_writes_what_it_says(name, tmp_path, model_folder, capsys):
+    argv = ["--env", name, "--model", model_folder(), *SMALL, "--eval_episodes", 2, "--max_episode_steps", 3]
+    folder, (first, *updates) = run(tmp_path, *argv)
+    assert [row["update"] for row in (first, *updates)] == [0, 1, 2]
+    assert [row["global_step"] for row in (first, *updates)] == [0, 8, 16]
+    assert 0 <= first["eval/success_rate"] <= 1 and "eval/success_rate" in updates[1]
+    assert "eval/success_rate" not in updates[0]
     assert all(row["losses/ratio_first"] < 1e-4 for row in updates)
     keys = {f"charts/{k}" for k in CHARTS.split()} | {f"losses/{k}" for k in LOSSES.split()}
-    keys |= {f"time/{k}" for k in "env encode generate score update".split()}
+    keys |= {f"time/{k}" for k in ("collect", "score", "update")}
     assert keys <= updates[0].keys()
     sample = updates[0]["samples"][0]
     assert sample["prompt"].startswith("Task: ") and sample.keys() >= {"response", "action", "reward"}
-    assert (folder / sample["frame"]).exists()
     assert json.loads((folder / "args.json").read_text())["env"] == name
-    names = {path.name for path in (folder / "adapter").iterdir()}
-    assert {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "tokenizer.json",
-        "preprocessor_config.json",
-        "chat_template.jinja",
-    } <= names
-    base = Path(model_folder())
-    assert (folder / "adapter" / "preprocessor_config.json").read_bytes() == (
-        base / "preprocessor_config.json"
-    ).read_bytes()
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"args.json", "log.jsonl", "checkpoint.pt", "adapter", "best"}
+    printed = capsys.readouterr().out
+    assert f"python vldac.py --resume {folder}" in printed and "on 2 fixed seeds: success_rate" in printed
 
 
-def test_the_success_rate_waits_until_failures_can_have_finished(tmp_path, model_folder):
-    """A limit of 10, 4 steps per update: only successes can have ended a second episode before update 5."""
-    argv = ["--env", "NumberLine", "--model", model_folder(), *SMALL, "--total_timesteps", "48"]
-    _, rows = run(tmp_path, *argv)
-    rates = [row["charts/success_rate"] for row in rows]
-    assert rates[:4] == [None] * 4 and rates[5] is not None
-    assert [len(row["episodes"]) for row in rows] == [
-        0,
-        0,
-        0,
-        1,
-        1,
-        0,
-    ]  # at 15 and 20; 5 and 10 were the first
+def test_a_sample_that_did_not_parse_is_always_shown(tmp_path, model_folder, monkeypatch):
+    """Of eight responses of each update, the fourth fails."""
+    answers = itertools.cycle(['{"action": "left"}'] * 3 + ["what?"] + ['{"action": "right"}'] * 4)
+    monkeypatch.setattr(VLMPolicy, "decode", lambda self, tokens, mask: [next(answers) for _ in tokens])
+    _, rows = run(tmp_path, "--env", "test_vldac:Corridor", "--model", model_folder(), *SMALL)
+    for row in rows[1:]:
+        assert [sample["response"] for sample in row["samples"]] == ['{"action": "left"}', "what?"]
+        assert row["charts/invalid_action_rate"] == 1 / 8
 
 
-def test_environments_start_spread_over_an_episode(model_folder):
-    args = options(model_folder(), env="OneRoom", num_envs=4, max_episode_steps=10)
-    agents = [vldac.Agent(args, index) for index in range(4)]
-    for agent in agents:
-        agent.first_episode()
-    assert [len(agent.actions) for agent in agents] == [0, 2, 5, 7]  # of 10
-    assert "Actions left: 3" in str(agents[3].prompt()[0])
-    frames = [agent.observations[-1]["image"] for agent in agents]
-    agents[3].reset(agents[3].seed)
-    assert (agents[3].observations[-1]["image"] == frames[3]).all()  # nothing has happened but time
+def test_the_log_tells_the_rate_the_warm_up_and_the_seeds(tmp_path, model_folder):
+    """The cosine from the first to the last update; LoRA still in warm-up; a seed per episode."""
+    argv = ["--env", "test_vldac:Corridor", "--model", model_folder(), *SMALL, "--total_timesteps", 40]
+    argv += "--learning_rate 0.01 --final_learning_rate 0.001 --value_warmup 2".split()
+    _, (_, *rows) = run(tmp_path, *argv)
+    rates = [0.001 + 0.009 * (1 + math.cos(math.pi * u / 4)) / 2 for u in range(5)]
+    assert [row["charts/learning_rate"] for row in rows] == pytest.approx(rates)
+    assert [row["losses/grad_norm_lora"] > 0 for row in rows] == [False, False, True, True, True]
+    assert [row["losses/kl_base"] > 0 for row in rows] == [False, False, False, True, True]
+    seeds = [episode["seed"] for row in rows for episode in row["episodes"]]
+    possible = [vldac.training_seed(0, n, episode) for n in range(2) for episode in range(1, 12)]
+    assert len(seeds) >= 4 and len(set(seeds)) == len(seeds) and set(seeds) <= set(possible)
+
+
+def test_there_is_no_success_rate_before_every_player_has_ended_an_episode(tmp_path, model_folder):
+    """A limit of 10 and 4 steps per update: the second player's first whole episode ends in update 4."""
+    argv = ["--env", "NumberLine", "--model", model_folder(), *SMALL, "--total_timesteps", 48]
+    _, (_, *rows) = run(tmp_path, *argv)
+    ended, rates = [len(row["episodes"]) for row in rows], [row["charts/success_rate"] for row in rows]
+    assert ended == [0, 0, 0, 1, 1, 0]  # at steps 15 and 20; those at 5 and 10 had begun at random
+    assert rates[:4] == [None] * 4 and rates[4] == 0.0
+
+
+def test_players_start_within_an_episode_reached_by_random_actions(model_folder):
+    args = options(model_folder(), env="test_vldac:Corridor", num_envs=5)
+    players = [vldac.Player(args, index) for index in range(5)]
+    for player in players:
+        player.random_start()
+    assert [len(player.actions) for player in players][:2] == [0, 1]
+    assert all(0 <= len(player.actions) < 5 and player.finished == -1 for player in players)
+    assert {action for player in players for action in player.actions} == {"left", "right"}
 
 
 def without_times(rows):
     return [{k: v for k, v in row.items() if "time/" not in k and "per_second" not in k} for row in rows]
 
 
-def test_equal_seeds_equal_logs(tmp_path, model_folder):
-    logs = []
-    for name in "ab":
-        _, rows = run(tmp_path, "--env", "NumberLine", "--model", model_folder(), *SMALL, name=name)
-        logs.append(
-            [{k: v for k, v in row.items() if "time/" not in k and "per_second" not in k} for row in rows]
-        )
-    assert logs[0] == logs[1]
+def test_a_taken_name_gets_a_number_and_equal_seeds_give_equal_logs(tmp_path, model_folder):
+    for _ in range(2):
+        run(tmp_path, "--env", "NumberLine", "--model", model_folder(), *SMALL)
+    logs = [without_times(rows_of(tmp_path / name)) for name in ("run", "run-2")]
+    assert logs[0] == logs[1] and (tmp_path / "run-2" / "adapter").exists()
 
 
-def test_the_log_tells_the_rate_the_warm_up_and_the_seeds(tmp_path, model_folder):
-    """The cosine from the first to the last update; LoRA still in warm-up; a seed per episode."""
-    argv = ["--env", "test_vldac:Corridor", "--model", model_folder(), *SMALL, "--total_timesteps", "40"]
-    argv += "--learning_rate 0.01 --final_learning_rate 0.001 --value_warmup 2 --max_episode_steps 5".split()
-    _, rows = run(tmp_path, *argv)
-    rates = [0.001 + 0.009 * (1 + math.cos(math.pi * u / 4)) / 2 for u in range(5)]
-    assert [row["charts/learning_rate"] for row in rows] == pytest.approx(rates)
-    assert [row["losses/grad_norm_lora"] > 0 for row in rows] == [False, False, True, True, True]
-    assert [row["losses/kl_base"] > 0 for row in rows] == [False, False, False, True, True]
-    seeds = [episode[0] for row in rows for episode in row["episodes"]]
-    possible = [vldac.episode_seed(0, n, episode) for n in range(2) for episode in range(1, 12)]
-    assert len(seeds) >= 6 and len(set(seeds)) == len(seeds) and set(seeds) <= set(possible)
+def test_a_run_starts_from_an_adapter_that_opens_with_plain_peft(tmp_path, model_folder):
+    argv = ["--env", "NumberLine", "--model", model_folder(), *SMALL, "--value_warmup", 0]
+    folder, _ = run(tmp_path, *argv, "--learning_rate", 0.01, name="first")
+    adapter = str(folder / "adapter")
+    plain = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(model_folder()), adapter)
+    learned = [p for name, p in plain.named_parameters() if "lora_" in name]
+    found = lora(VLMPolicy(options(model_folder(), adapter=adapter)))
+    assert all(a.equal(b) for a, b in zip(learned, found, strict=True)) and any(p.any() for p in found[1::2])
+    _, rows = run(tmp_path, *argv, "--adapter", adapter, name="second")
+    assert rows[1]["losses/kl_base"] > 0  # the base is the model without its adapter
+
+
+def test_the_numbers_go_to_weights_and_biases_too(tmp_path, model_folder, monkeypatch):
+    sent = []
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **options: sent.append(options)
+    fake.Table = lambda columns, data: data
+    fake.log = lambda row, step: sent.append((step, row))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    argv = ["--env", "NumberLine", "--model", model_folder(), *SMALL]
+    _, rows = run(tmp_path, *argv, "--track", "true")
+    assert sent[0]["name"] == "run" and [step for step, _ in sent[1:]] == [0, 8, 16]
+    assert sent[2][1]["losses/policy_loss"] == rows[1]["losses/policy_loss"]
+    assert sent[2][1]["samples"][0][0] == rows[1]["samples"][0]["prompt"]
 
 
 # ------------------------------------------------------------------------------- stopping and resuming
 
-LONG = [*SMALL, "--total_timesteps", "32", "--eval_episodes", "3", "--eval_every", "2", "--save_every", "1"]
-LONG += ["--learning_rate", "0.01", "--value_warmup", "1"]
-
-
-def stopped(argv, capsys) -> tuple[int, str]:
-    """The exit status and the last line of a program that ends badly, but never with a traceback."""
-    with pytest.raises(SystemExit) as stop:
-        vldac.main([str(word) for word in argv])
-    error = capsys.readouterr().err
-    assert "Traceback" not in error or stop.value.code == 1  # where a world raised, its own is shown
-    return stop.value.code, error.strip().splitlines()[-1]
-
-
-def before_call(number, function, action):
-    """`function`, but `action` is done before its call with that number (from 1)."""
-    calls = itertools.count(1)
-
-    def wrapped(*inputs, **options):
-        if next(calls) == number:
-            action()
-        return function(*inputs, **options)
-
-    return wrapped
-
-
-def send(number):
-    return lambda: os.kill(os.getpid(), number)
-
-
-def in_rollout(patch, update, step, action):
-    """Do `action` before step `step` of the rollout of update `update`, both from 1."""
-    then = lambda: patch.setattr(vldac, "act", before_call(step, vldac.act, action))  # noqa: E731
-    patch.setattr(vldac, "collect", before_call(update, vldac.collect, then))
+# Four updates; evaluation is half of the time, so of one short episode.
+LONG = [*SMALL, "--total_timesteps", 32, "--eval_episodes", 1, "--eval_every", 2]
+LONG += ["--learning_rate", 0.01, "--value_warmup", 1]
 
 
 def files(folder):
@@ -2105,507 +1984,276 @@ def files(folder):
 
 
 def same_runs(one, other):
-    """Whether two run folders hold the same: log (but for the times), adapters, frames, checkpoints."""
-    logs = [[json.loads(line) for line in (f / "log.jsonl").read_text().splitlines()] for f in (one, other)]
-    assert without_times(logs[0]) == without_times(logs[1])
-    for name in ("adapter", "best", "frames"):
-        assert files(one / name) == files(other / name)
-    [a], [b] = [list((folder / "checkpoints").iterdir()) for folder in (one, other)]
-    assert a.name == b.name
-    same = "value_head.safetensors", "adapter_model.safetensors"
-    assert all((a / name).read_bytes() == (b / name).read_bytes() for name in same)
-    a, b = [torch.load(c / "state.pt", weights_only=True) for c in (a, b)]
-    assert all(a[key] == b[key] for key in ("update", "best", "agents"))
+    """Whether two run folders hold the same: log (but for the times), adapters, checkpoint."""
+    assert without_times(rows_of(one)) == without_times(rows_of(other))
+    for name in ("adapter", "best"):
+        a, b = (load_file(folder / name / "adapter_model.safetensors") for folder in (one, other))
+        assert a.keys() == b.keys() and all(a[key].equal(b[key]) for key in a)
+    a, b = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (one, other))
+    assert all(a[key] == b[key] for key in ("update", "best", "recent", "players"))
+    assert all(a["weights"][name].equal(b["weights"][name]) for name in a["weights"])
     moments = [[s["exp_avg_sq"] for s in x["optimizer"]["state"].values()] for x in (a, b)]
     assert all(x.equal(y) for x, y in zip(*moments, strict=True))
 
 
+class Troubled(Corridor):
+    """A corridor where something happens: what the file TROUBLE names says, while it is there.
+
+    It holds a trouble's name and the number of its step in a training episode, counted over all players.
+    """
+
+    limit, steps = 4, 0
+
+    def step(self, action):
+        file = Path(os.environ.get("TROUBLE", "nowhere"))
+        trouble, number = file.read_text().split() if file.exists() else ("none", 0)
+        observation, reward, terminated, truncated, info = super().step(action)
+        if self.np_random_seed >= 2**30:
+            Troubled.steps += 1
+            if Troubled.steps == int(number):
+                reward = TROUBLES[trouble]() or reward
+        return observation, reward, terminated, truncated, info
+
+
+def raises():
+    raise RuntimeError("the simulator has lost its way")
+
+
+def limit_file_size():
+    resource = pytest.importorskip("resource", reason="limits of file sizes are Unix's")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))  # a checkpoint is larger
+
+
+TROUBLES = {
+    "raises": raises,
+    "hangs": lambda: time.sleep(600),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "interrupted": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "disk_full": limit_file_size,
+    "endless_reward": lambda: 1e30,
+    "no_number": lambda: math.nan,
+}
+
+
+def forked(function, ranks=1):
+    """function() in processes forked from this one, which share all that is imported; their exit statuses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                Troubled.steps = 0
+                vldac.RANK, vldac.WORLD_SIZE = rank, ranks
+                names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+                values = (str(rank), str(rank), str(ranks), "127.0.0.1", port)
+                os.environ |= dict(zip(names, values, strict=True))
+                function()
+                status = 0
+            except SystemExit as stop:
+                status = stop.code if isinstance(stop.code, int) else 1
+                print(stop.code, file=sys.stderr)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush(), sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
 @pytest.fixture(scope="session")
 def whole_run(tmp_path_factory, model_folder):
-    """whole_run(env) -> the options and the folder of an uninterrupted run of four updates, made once."""
+    """whole_run(algo) -> the options and the folder of an uninterrupted run of four updates, made once."""
     made = {}
 
-    def get(env="EZPoints"):
-        argv = ["--env", env, "--model", model_folder(), *LONG, "--max_episode_steps", "7"]
-        if env not in made:
-            made[env] = run(tmp_path_factory.mktemp(env), *argv, name="whole")[0]
-        return argv, made[env]
+    def get(algo="vldac"):
+        argv = ["--env", "test_vldac:Troubled", "--model", model_folder(), "--algo", algo, *LONG]
+        if algo not in made:
+            made[algo] = run(tmp_path_factory.mktemp(algo), *argv, name="whole")[0]
+        return argv, made[algo]
 
     return get
 
 
-@pytest.mark.parametrize("env", [pytest.param("OneRoom", marks=needs_opengl), "EZPoints"])
-def test_a_resumed_run_equals_an_uninterrupted_one(env, tmp_path, whole_run, monkeypatch, capsys):
-    """Four updates; stopped within the third's rollout and within episodes, then resumed: bit for bit."""
-    argv, whole = whole_run(env)
-    rows = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
-    assert [row["global_step"] for row in rows] == [0, 8, 16, 16, 24, 32, 32]
-    part = tmp_path / "part"
-    with monkeypatch.context() as patch:
-        in_rollout(patch, 3, 3, send(signal.SIGTERM))
-        status, line = stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
-    assert status == 128 + signal.SIGTERM and "SIGTERM" in line and f"--resume {part}" in line
-    [checkpoint] = (part / "checkpoints").iterdir()
-    state = torch.load(checkpoint / "state.pt", weights_only=True)
-    assert state["update"] == 2 and any(actions for _, _, actions in state["agents"])  # in mid-episode
-    vldac.main(["--resume", str(part)])
-    assert without_times(rows[:3]) != without_times(rows[1:4])
-    same_runs(whole, part)
-
-
-@pytest.mark.parametrize("algo", ["rl4vlm", "loop"])
-def test_the_compared_algorithms_are_resumed_too(algo, tmp_path, model_folder, capsys, monkeypatch):
-    argv = ["--algo", algo, "--env", "NumberLine", "--model", model_folder(), *LONG, "--group_size", "2"]
-    argv += "--kl_ref old --value_warmup 1 --total_timesteps 64".split()
-    chosen = lambda text, actions: actions[sum(map(ord, text)) % len(actions)]  # noqa: E731
-    monkeypatch.setattr(vldac, "parse_action", chosen)  # a random model names no action
-    whole, rows = run(tmp_path, *argv, name="whole")
-    part = tmp_path / "part"
-    with monkeypatch.context() as patch:
-        judge = "assess_groups" if algo == "loop" else "assess"
-        patch.setattr(vldac, judge, before_call(2, getattr(vldac, judge), send(signal.SIGTERM)))
-        status, _ = stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
-    assert status == 128 + signal.SIGTERM
-    vldac.main(["--resume", str(part)])
-    same_runs(whole, part)
-    if algo == "loop":  # whole episodes: pairs from the same start, as many as the budget allows
-        updates = [row for row in rows if "episodes" in row]
-        for row in updates:
-            (one, two), lengths = [e[0] for e in row["episodes"]], [e[3] for e in row["episodes"]]
-            assert one == two and row["charts/success_rate"] is not None
-            before = row["global_step"] - sum(lengths)
-            assert before in [0, *(row["global_step"] for row in updates)] and before + 8 <= 64
-        assert updates[-1]["global_step"] + 8 > 64
-        learned = ["losses/policy_loss" in row for row in updates]
-        assert any(learned) and not all(learned)  # one pair had equal returns: nothing to learn from
-
-
+# With a check of the world first, a step in training, then 8 steps per update: 20 is within the third.
 @pytest.mark.parametrize(
-    "number, where",
+    "trouble, status, words",
     [
-        (signal.SIGTERM, "update"),
-        (signal.SIGINT, "evaluate"),
-        (signal.SIGTERM, "save_checkpoint"),
-        (signal.SIGINT, "load_policy"),
+        ("raises", 1, r"lost its way\nsee it again: env.reset\(seed=\d+\), then env.step through \["),
+        ("hangs", 1, r"Timeout \(0:00:01\)!"),
+        ("killed", -signal.SIGKILL, ""),
+        ("interrupted", 1, "stopped. To go on: python vldac.py --resume"),
+        ("disk_full", 1, "File too large|unexpected pos|write"),
+        ("no_number", 2, "step must pay a finite number, not nan"),
+        ("endless_reward", 1, "non-finite"),
     ],
 )
-def test_a_signal_saves_and_leaves_wherever_it_comes(number, where, tmp_path, whole_run, monkeypatch, capsys):
+def test_whatever_stops_a_run_it_goes_on_as_if_it_had_not_been(
+    trouble, status, words, tmp_path, whole_run, monkeypatch, capfd
+):
+    """Caused by a world in the third update: stopped, mended, resumed, equal to a run that was left alone."""
     argv, whole = whole_run()
-    with monkeypatch.context() as patch:
-        call = 1 if where == "load_policy" else 2
-        patch.setattr(vldac, where, before_call(call, getattr(vldac, where), send(number)))
-        status, line = stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
-    assert status == 128 + number and signal.Signals(number).name in line
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # as it was before the run
-    vldac.main(["--resume", str(tmp_path / "part")])
-    same_runs(whole, tmp_path / "part")
-
-
-def test_a_second_signal_is_not_caught(tmp_path, whole_run, monkeypatch, capsys):
-    seen = []
-
-    def first_signal():
-        send(signal.SIGTERM)()
-        seen.extend(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM))
-
-    in_rollout(monkeypatch, 1, 2, first_signal)
-    stopped([*whole_run()[0], "--runs_dir", tmp_path], capsys)
-    assert seen == [signal.SIG_DFL, signal.SIG_DFL]
-
-
-PROCESS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
-
-
-def start(*words, **options):
-    command = [sys.executable, *map(str, words)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=os.environ | PROCESS, **pipes | options)
-
-
-def test_a_run_killed_in_training_is_resumed(tmp_path, whole_run):
-    """SIGKILL, as from a machine that is taken away: nothing can be saved at that moment."""
-    argv, whole = whole_run()
-    process = start(ROOT / "vldac.py", *argv, "--device", "cpu", "--runs_dir", tmp_path, "--run_name", "part")
-    for line in process.stdout:
-        if line.split()[:2] == ["24", "steps"]:
-            break
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    with open(tmp_path / "part" / "log.jsonl", "ab") as log:
-        log.write(b'{"update": 4, "global_st')  # a row that the kill has torn
-    vldac.main(["--resume", str(tmp_path / "part")])
-    same_runs(whole, tmp_path / "part")
-
-
-KILLED_WHILE_SAVING = """
-import os, signal, sys, torch, vldac
-real, calls = torch.save, []
-def save(state, path):
-    calls.append(path)
-    if len(calls) < 3:
-        return real(state, path)
-    path.write_bytes(b"half a file")
-    os.kill(os.getpid(), signal.SIGKILL)
-torch.save = save
-vldac.main(sys.argv[1:])
-"""
-
-
-def test_a_run_killed_while_it_saves_is_resumed(tmp_path, whole_run):
-    argv, whole = whole_run()
-    part = tmp_path / "part"
-    words = [*argv, "--device", "cpu", "--runs_dir", tmp_path, "--run_name", "part"]
-    process = start("-c", KILLED_WHILE_SAVING, *words)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert sorted(path.name for path in (part / "checkpoints").iterdir()) == ["000001", "000002.tmp"]
+    monkeypatch.setenv("TROUBLE", str(tmp_path / "trouble"))
+    (tmp_path / "trouble").write_text(f"{trouble} {20 if trouble != 'disk_full' else 10}")
+    timeout = ["--env_timeout", 1] if trouble == "hangs" else []
+    assert forked(lambda: run(tmp_path, *argv, *timeout, name="part")) == [status]
+    assert re.search(words, capfd.readouterr().err)
+    (tmp_path / "trouble").unlink()
+    part = (tmp_path / "part").rename(tmp_path / "moved")
+    checkpoint = torch.load(part / "checkpoint.pt", weights_only=True)
+    assert checkpoint["update"] == (0 if trouble == "disk_full" else 2)
+    with open(part / "log.jsonl", "a") as log:
+        log.write('{"update": 3, "global_st')  # a row that the kill has torn
     vldac.main(["--resume", str(part)])
     same_runs(whole, part)
+
+
+def test_rl4vlm_is_resumed_too(tmp_path, whole_run, monkeypatch):
+    argv, whole = whole_run("rl4vlm")
+    monkeypatch.setenv("TROUBLE", str(tmp_path / "trouble"))
+    (tmp_path / "trouble").write_text("killed 20")
+    assert forked(lambda: run(tmp_path, *argv, name="part")) == [-signal.SIGKILL]
+    (tmp_path / "trouble").unlink()
+    vldac.main(["--resume", str(tmp_path / "part")])
+    same_runs(whole, tmp_path / "part")
+    assert without_times(rows_of(whole)) != without_times(rows_of(whole_run("vldac")[1]))
 
 
 def test_a_finished_run_and_one_that_has_saved_nothing_can_be_resumed(tmp_path, whole_run):
-    argv, whole = whole_run()
     for name in ("finished", "fresh"):
-        shutil.copytree(whole, tmp_path / name)
-    shutil.rmtree(tmp_path / "fresh" / "checkpoints")
-    for name in ("finished", "fresh"):
-        vldac.main(["--resume", str(tmp_path / name)])
-        same_runs(whole, tmp_path / name)
+        folder = shutil.copytree(whole_run()[1], tmp_path / name)
+        if name == "fresh":
+            (folder / "checkpoint.pt").unlink()
+        vldac.main(["--resume", str(folder)])
+        same_runs(whole_run()[1], folder)
+
+
+def refused(argv, capsys) -> str:
+    """The last line of a program that refuses its options: exit status 2 and no traceback."""
+    with pytest.raises(SystemExit) as stop:
+        vldac.main([str(word) for word in argv])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "Traceback" not in error
+    return error.strip().splitlines()[-1]
 
 
 def test_only_how_a_run_is_computed_may_change(tmp_path, whole_run, capsys):
-    argv, whole = whole_run()
-    folder = shutil.copytree(whole, tmp_path / "run")
-    status, line = stopped(["--resume", folder, "--seed", 1, "--gamma", "0.5", "--num_envs", 2], capsys)
-    assert status == 2 and "--seed was 0, not 1" in line and "--gamma was 1.0, not 0.5" in line
-    assert "num_envs" not in line  # the same as before
-    assert files(folder) == files(whole)
-    vldac.main(["--resume", str(folder), "--micro_batch_size", "2", *argv])
-    assert vldac.load_args(folder).micro_batch_size == 2
-
-
-def test_the_toy_is_resumed_under_its_name_and_anywhere(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(vldac.warm_start, "__defaults__", (3, 8, 1, 100))
-    argv = "--env NumberLine --model tiny --total_timesteps 16 --num_envs 2 --num_steps 4".split()
-    argv += "--minibatch_size 8 --eval_episodes 2 --save_every 1".split()
-    whole, rows = run(tmp_path, *argv, name="whole")
-    with monkeypatch.context() as patch:
-        in_rollout(patch, 2, 3, send(signal.SIGINT))
-        stopped([*argv, "--device", "cpu", "--runs_dir", tmp_path, "--run_name", "part"], capsys)
-    moved = (tmp_path / "part").rename(tmp_path / "moved")
-    vldac.main(["--resume", str(moved), *argv])
-    lines = (moved / "log.jsonl").read_text().splitlines()
-    assert without_times(map(json.loads, lines)) == without_times(rows)
-    assert vldac.load_args(moved).model == str(moved / "base")
-    assert str(tmp_path) not in (moved / "args.json").read_text().replace(f'"runs_dir": "{tmp_path}"', "")
-
-
-def test_a_run_that_is_being_written_is_left_alone(whole_run, tmp_path, capsys):
     folder = shutil.copytree(whole_run()[1], tmp_path / "run")
-    with open(folder / "log.jsonl", "ab") as file:
-        vldac.lock(file)
-        status, line = stopped(["--resume", folder], capsys)
-    assert status == 2 and "another process" in line and files(folder) == files(whole_run()[1])
+    for name, value in {"seed": 1, "gamma": 0.5, "num_envs": 4, "model": "tiny"}.items():
+        assert f"its --{name} is" in refused(["--resume", folder, f"--{name}", value], capsys)
+    assert files(folder) == files(whole_run()[1])
+    vldac.main(["--resume", str(folder), "--micro_batch_size", "2", "--num_envs", "2"])
 
 
-@pytest.mark.parametrize("file", ["state.pt", "adapter_model.safetensors", "value_head.safetensors"])
-def test_a_damaged_checkpoint_is_named(file, whole_run, tmp_path, capsys):
-    folder = shutil.copytree(whole_run()[1], tmp_path / "run")
-    path = folder / "checkpoints" / "000004" / file
-    path.write_bytes(path.read_bytes()[:100])
-    status, line = stopped(["--resume", folder], capsys)
-    assert status == 2 and "000004" in line
-
-
-def test_a_checkpoint_cannot_run_code(whole_run, tmp_path, capsys):
+def test_a_checkpoint_cannot_run_code(whole_run, tmp_path):
     class Evil:
         def __reduce__(self):
             return (tmp_path / "touched").touch, ()
 
     folder = shutil.copytree(whole_run()[1], tmp_path / "run")
-    torch.save({"update": Evil()}, folder / "checkpoints" / "000004" / "state.pt")
-    assert stopped(["--resume", folder], capsys)[0] == 2 and not (tmp_path / "touched").exists()
+    torch.save({"update": Evil()}, folder / "checkpoint.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        vldac.main(["--resume", str(folder)])
+    assert not (tmp_path / "touched").exists()
 
 
 def test_evaluating_changes_nothing_and_the_best_adapter_is_kept(tmp_path, whole_run, monkeypatch):
     argv, _ = whole_run()
     rates = iter([0.2, 0.6, 0.4, 0.6, 0.1])
-    monkeypatch.setattr(vldac, "summary", lambda episodes: {"success_rate": next(rates)})
-    kept = []
-    save = vldac.save_adapter
+    kept, save = [], vldac.save_adapter
     monkeypatch.setattr(
-        vldac, "save_adapter", lambda policy, folder: (kept.append(folder.name), save(policy, folder))
+        vldac, "summary", lambda episodes: {"success_rate": next(rates), "episodic_return": 0}
     )
-    often, rows = run(tmp_path, *argv, "--eval_every", "1", "--save_every", "4", name="often")
-    never, plain = run(tmp_path, *argv, "--eval_episodes", "0", "--save_every", "4", name="never")
-    assert without_times(row for row in rows if "eval/success_rate" not in row) == without_times(plain)
-    assert [row["update"] for row in rows if "eval/success_rate" in row] == [0, 1, 2, 3, 4]
-    assert [name for name in kept if name == "best"] == ["best"] * 2  # at 0.2 and, later, at 0.6
-    assert files(often / "best") != files(often / "adapter")
+    monkeypatch.setattr(vldac, "save_adapter", lambda p, folder: (kept.append(folder.name), save(p, folder)))
+    often, rows = run(tmp_path, *argv, "--eval_every", 1, name="often")
+    never, plain = run(tmp_path, *argv, "--eval_episodes", 0, name="never")
+    assert [row.pop("eval/success_rate") for row in rows] == [0.2, 0.6, 0.4, 0.6, 0.1]
+    assert all(row.pop("eval/episodic_return") == 0 for row in rows)
+    assert without_times(rows) == without_times(plain)
+    assert kept == ["best", "best", "adapter", "adapter"]  # best at 0.2 and at the first 0.6
     assert not (never / "best").exists()
-
-
-# ------------------------------------------------------------------------------------------------ faults
-
-
-class Faulty(Signal):
-    """Longer episodes that can be made to fail in the middle of one."""
-
-    trouble = staticmethod(lambda env: None)
-
-    def _step(self, action):
-        type(self).trouble(self)
-        return 0.0, False
-
-
-def raises(env):
-    raise RuntimeError("the simulator has lost its way")
-
-
-def hangs(env):
-    threading.Event().wait()
-
-
-def breaks(env):
-    env.actions = ()
-
-
-@pytest.mark.parametrize(
-    "trouble, words",
-    [
-        (raises, "RuntimeError: the simulator has lost its way"),
-        (hangs, "no answer within 0.2 seconds (--env_timeout)"),
-        (breaks, 'step must list the actions in info["actions"]'),
-    ],
-)
-def test_a_world_that_fails_in_mid_episode(trouble, words, tmp_path, model_folder, monkeypatch, capsys):
-    """The run stops with what plays the episode again, and goes on where it was when the world is mended."""
-    argv = ["--env", "test_vldac:Faulty", "--model", model_folder(), *LONG, "--env_timeout", "0.2"]
-    with monkeypatch.context() as patch:
-        in_rollout(patch, 3, 2, lambda: patch.setattr(Faulty, "trouble", staticmethod(trouble)))
-        patch.setattr(vldac, "parse_action", lambda text, actions: actions[0])
-        status, line = stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
-    assert status == 1 and words in line and f"--resume {tmp_path / 'part'}" in line
-    seed, actions = re.search(r"env\.reset\(seed=(\d+)\) and env\.step through (\[.*?\])", line).groups()
-    assert int(seed) >= 2**30 and set(json.loads(actions)) <= {"left", "right", ""}
-    state = torch.load(tmp_path / "part" / "checkpoints" / "000002" / "state.pt", weights_only=True)
-    assert state["update"] == 2
-    vldac.main(["--resume", str(tmp_path / "part")])
-    assert len((tmp_path / "part" / "log.jsonl").read_text().splitlines()) == 7
-
-
-@pytest.mark.parametrize("where, name", [("policy_loss", "policy_loss"), ("value_loss", "value_loss")])
-@pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_stops_the_run(
-    where, name, number, tmp_path, whole_run, monkeypatch, capsys
-):
-    """No weight is touched by it, and the last checkpoint stays."""
-    argv, whole = whole_run()
-    with monkeypatch.context() as patch:
-        real = getattr(vldac, where)
-        bad = lambda *inputs: real(*inputs) * number  # noqa: E731
-        patch.setattr(vldac, "update", before_call(3, vldac.update, lambda: patch.setattr(vldac, where, bad)))
-        status, line = stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
-    assert status == 1 and "not finite" in line and name in line and "--learning_rate" in line
-    [checkpoint] = (tmp_path / "part" / "checkpoints").iterdir()
-    assert checkpoint.name == "000002"
-    vldac.main(["--resume", str(tmp_path / "part")])
-    same_runs(whole, tmp_path / "part")
-
-
-def test_a_gradient_that_is_not_finite_is_never_applied(model_folder):
-    policy = make_policy(model_folder())
-    rollout, before = make_rollout(policy), lora_state(policy)
-    policy.value_head[0].weight.register_hook(lambda gradient: gradient * math.inf)
-    head = policy.value_head[0].weight.detach().clone()
-    with pytest.raises(vldac.Fault, match="grad_norm_value"):
-        vldac.update(policy, optimizer_of(policy), rollout, policy.args, value_only=False)
-    assert lora_state(policy).equal(before) and policy.value_head[0].weight.equal(head)
-
-
-@pytest.mark.parametrize("where, resumable", [("update", "000002"), ("collect", "000002")])
-def test_out_of_gpu_memory_says_what_helps(where, resumable, tmp_path, whole_run, monkeypatch, capsys):
-    argv, _ = whole_run()
-
-    def full():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about it.")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(vldac, where, before_call(3, getattr(vldac, where), full))
-        status, line = stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
-    assert status == 1 and "--micro_batch_size (now 8)" in line and "--gradient_checkpointing true" in line
-    assert "--resume" in line and (tmp_path / "part" / "checkpoints" / resumable).exists()
-    vldac.main(["--resume", str(tmp_path / "part"), "--micro_batch_size", "2", "--save_every", "4"])
-
-
-@pytest.fixture
-def limit_file_size():
-    """limit_file_size(bytes): what stands for a full disk."""
-    resource = pytest.importorskip("resource", reason="limits of file sizes are Unix's")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize(
-    "size, what",
-    [
-        (30_000, "checkpoints/000002 cannot be saved"),  # the adapter is larger
-        (100_000, "checkpoints/000002 cannot be saved"),  # state.pt is larger
-        (1_000, "part cannot be written"),
-    ],
-)
-def test_a_full_disk(size, what, tmp_path, whole_run, limit_file_size, monkeypatch, capsys):
-    """The run says what it could not write, the checkpoint before is whole, and nothing half is left."""
-    argv, whole = whole_run()
-    with monkeypatch.context() as patch:
-        if "checkpoints" not in what:
-            patch.setattr(vldac, "assess", before_call(2, vldac.assess, lambda: limit_file_size(size)))
-        else:
-            save = before_call(3, vldac.save_checkpoint, lambda: limit_file_size(size))
-            patch.setattr(vldac, "save_checkpoint", save)
-        status, line = stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
-    limit_file_size(-1)
-    assert status == 1 and what in line and "--resume" in line
-    assert [path.name for path in (tmp_path / "part" / "checkpoints").iterdir()] == ["000001"]
-    vldac.main(["--resume", str(tmp_path / "part")])
-    same_runs(whole, tmp_path / "part")
-
-
-def test_a_disk_that_is_full_from_the_start(tmp_path, whole_run, limit_file_size, capsys):
-    limit_file_size(100)
-    status, line = stopped([*whole_run()[0], "--runs_dir", tmp_path], capsys)
-    limit_file_size(-1)
-    assert status == 2 and "cannot be written" in line
-
-
-def test_rewards_and_flags_may_be_numpy_s(tmp_path, model_folder, monkeypatch):
-    step = Faulty.step
-
-    def numpy_step(env, action):
-        observation, reward, terminated, truncated, info = step(env, action)
-        return observation, np.float32(reward), np.bool_(terminated), np.bool_(truncated), info
-
-    monkeypatch.setattr(Faulty, "step", numpy_step)
-    argv = ["--env", "test_vldac:Faulty", "--model", model_folder(), *SMALL, "--eval_episodes", "2"]
-    folder, rows = run(tmp_path, *argv)
-    assert rows[2]["episodes"]
-    vldac.main(["--resume", str(folder)])
-
-
-def test_a_world_that_does_not_repeat_itself_starts_new_episodes(tmp_path, model_folder, monkeypatch, capsys):
-    argv = ["--env", "test_vldac:Faulty", "--model", model_folder(), *SMALL, "--num_steps", "2"]
-    argv += ["--minibatch_size", "4", "--total_timesteps", "12"]
-    with monkeypatch.context() as patch:
-        in_rollout(patch, 2, 2, send(signal.SIGTERM))
-        stopped([*argv, "--runs_dir", tmp_path, "--run_name", "part"], capsys)
-        step = Faulty.step  # it now ends where it went on before
-        patch.setattr(Faulty, "step", lambda env, action: (*step(env, action)[:2], True, False, env._info()))
-        vldac.main(["--resume", str(tmp_path / "part")])
-    assert "environment 0 does not repeat itself" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------ several processes
 
 
-def torchrun(*words, processes=2, **options):
-    """Run a script in several processes. Returns its exit status, its output and its errors."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    process = start(*launcher, *words, **options)
-    return *process.communicate(), process.returncode
-
-
 def gradients_of_sixteen(model, file):
-    """This process's share of a made-up rollout of 16 environments; saves advantages and gradients."""
-    T, N = 2, 16 // vldac.PROCESSES
-    args = options(model, num_envs=16, minibatch_size=32, micro_batch_size=8, update_epochs=1)
-    args.max_grad_norm = 1e9
-    vldac.join_processes(args)
+    """This process's part of a made-up rollout of 16 environments; saves advantages and gradients."""
+    T, N, ranks = 2, 16 // vldac.WORLD_SIZE, vldac.WORLD_SIZE
+    args = options(model, num_envs=16, minibatch_size=32, update_epochs=1, max_grad_norm=1e9)
+    if ranks > 1:
+        torch.distributed.init_process_group("gloo")
     policy = make_policy(model)
     rng = np.random.default_rng(0)
-    prompts = [policy.encode(prompt) for prompt in some_prompts([1 + b % 3 for b in range(16)])]
-    responses = [rng.integers(9, 99, 2 + b % 5).tolist() for b in range(T * 16)]
+    prompts = some_prompts(policy, [1 + b % 3 for b in range(16)])
+    tokens, mask = pad([rng.integers(9, 99, 2 + b % 5).tolist() for b in range(T * 16)])
     rewards, dones = torch.tensor(rng.normal(size=(T, 16))).float(), torch.tensor(rng.random((T, 16)) < 0.3)
-    mine = range(vldac.RANK * N, (vldac.RANK + 1) * N)
-    steps = [(t, n) for t in range(T) for n in mine]
-    rollout, stats = vldac.assess(
-        policy,
-        [prompts[n] for _, n in steps],
-        [responses[16 * t + n] for t, n in steps],
-        rewards[:, mine],
-        dones[:, mine],
-        [prompts[15 - n] for n in mine],
-        args,
+    mine = list(range(vldac.RANK * N, (vldac.RANK + 1) * N))
+    rows = [16 * t + n for t in range(T) for n in mine]
+    rollout = vldac.Rollout(
+        steps=[],
+        episodes=[],
+        prompts=[prompts[row % 16] for row in rows],
+        last_prompts=[prompts[15 - n] for n in mine],
+        tokens=tokens[rows],
+        mask=mask[rows],
+        rewards=rewards[:, mine],
+        dones=dones[:, mine],
     )
+    stats = vldac.compute_advantages(policy, rollout, args)
     optimizer = optimizer_of(policy, lr=1e-9)
     vldac.update(policy, optimizer, rollout, args, value_only=False)
-    advantages = torch.stack([share.view(T, N) for share in vldac.gather(rollout.advantages)], 1).view(T, 16)
+    parts = vldac.gather([rollout.advantages.view(T, N)])
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     if vldac.RANK == 0:
-        del stats["kl_base"]  # a mean over this process's steps, averaged by the log
-        torch.save({"advantages": advantages, "stats": stats, "gradients": gradients}, file)
-    if vldac.PROCESSES > 1:
+        saved = {"advantages": torch.cat(parts, 1), "std": stats["advantage_std"], "gradients": gradients}
+        torch.save(saved, file)
+    if ranks > 1:
         torch.distributed.destroy_process_group()
 
 
 def test_two_processes_of_eight_have_the_gradient_of_one_of_sixteen(tmp_path, model_folder):
     gradients_of_sixteen(model_folder(), tmp_path / "one")
-    _, err, status = torchrun(ROOT / "test_vldac.py", "gradients", model_folder(), tmp_path / "two")
-    assert status == 0, err
+    assert forked(lambda: gradients_of_sixteen(model_folder(), tmp_path / "two"), ranks=2) == [0, 0]
     one, two = [torch.load(tmp_path / name, weights_only=True) for name in ("one", "two")]
     torch.testing.assert_close(two["advantages"], one["advantages"])
-    assert two["stats"] == pytest.approx(one["stats"], rel=1e-5)
+    assert two["std"] == pytest.approx(one["std"])
     assert any(gradient.abs().max() > 1e-3 for gradient in one["gradients"])
     torch.testing.assert_close(two["gradients"], one["gradients"], rtol=1e-4, atol=1e-6)
 
 
-TWO = ["--env", "EZPoints", *LONG, "--num_envs", "4", "--num_steps", "2", "--device", "cpu"]
+def test_a_run_of_two_processes(tmp_path, model_folder, monkeypatch, capfd):
+    """Totals are totals, seeds differ, one process writes; killed and resumed, the log is the same."""
+    argv = [
+        "--env",
+        "test_vldac:Troubled",
+        *LONG,
+        "--num_envs",
+        4,
+        "--num_steps",
+        2,
+        "--model",
+        model_folder(),
+    ]
+    assert forked(lambda: run(tmp_path, *argv, name="whole"), ranks=2) == [0, 0]
+    rows = rows_of(tmp_path / "whole")
+    assert [row["global_step"] for row in rows] == [0, 8, 16, 24, 32]
+    assert capfd.readouterr().out.count("to go on after any stop") == 1
+    seeds = [episode["seed"] for row in rows[1:] for episode in row["episodes"]]
+    assert len(seeds) == len(set(seeds)) and all(row["losses/ratio_first"] < 1e-4 for row in rows[1:])
+    assert len(torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)["players"]) == 4
 
-
-def test_a_run_of_two_processes(tmp_path, model_folder):
-    """Totals are totals, seeds differ, one process writes; stopped and resumed, the log is the same."""
-    argv = [ROOT / "vldac.py", *TWO, "--model", model_folder(), "--runs_dir", tmp_path, "--run_name"]
-    out, err, status = torchrun(*argv, "whole")
-    assert status == 0, err
-    rows = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
-    assert [row["global_step"] for row in rows] == [0, 8, 16, 16, 24, 32, 32]
-    assert out.count("first prompt:") == 1 and {path.name for path in tmp_path.iterdir()} == {"whole"}
-    seeds = [episode[0] for row in rows for episode in row.get("episodes", [])]
-    assert len(seeds) == len(set(seeds)) and all(row.get("losses/ratio_first", 0) < 1e-4 for row in rows)
-    whole = torch.load(tmp_path / "whole" / "checkpoints" / "000004" / "state.pt", weights_only=True)
-    assert len(whole["agents"]) == 4
-
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    process = start(*launcher, *argv, "part", stderr=subprocess.DEVNULL)
-    for line in process.stdout:
-        if line.split()[:2] == ["16", "steps"]:
-            process.terminate()
-            break
-    process.communicate()
-    assert process.returncode != 0
-    assert len((tmp_path / "part" / "log.jsonl").read_text().splitlines()) < len(rows)
-    _, err, status = torchrun(ROOT / "vldac.py", "--resume", tmp_path / "part")
-    assert status == 0, err
-    again = [json.loads(line) for line in (tmp_path / "part" / "log.jsonl").read_text().splitlines()]
-    assert without_times(again) == without_times(rows)
-    assert files(tmp_path / "whole" / "adapter") == files(tmp_path / "part" / "adapter")
-
-
-class Mortal(Signal):
-    """A world whose second process dies, without a word, in its second episode."""
-
-    def _reset(self):
-        super()._reset()
-        if vldac.RANK == 1 and self.np_random_seed == vldac.episode_seed(0, 2, 1):
-            os._exit(1)
-
-
-def test_a_process_that_dies_ends_the_run(tmp_path, model_folder):
-    argv = [*TWO, "--env", "test_vldac:Mortal", "--model", model_folder(), "--runs_dir", tmp_path]
-    _, err, status = torchrun(ROOT / "vldac.py", *argv, cwd=ROOT)
-    assert status != 0 and "exitcode  : 1" in err and "rank      : 1" in err
+    monkeypatch.setenv("TROUBLE", str(tmp_path / "trouble"))
+    (tmp_path / "trouble").write_text("killed 11")  # of each process's 16
+    statuses = forked(lambda: run(tmp_path, *argv, name="part"), ranks=2)
+    assert -signal.SIGKILL in statuses and 0 not in statuses
+    (tmp_path / "trouble").unlink()
+    assert forked(lambda: vldac.main(["--resume", str(tmp_path / "part")]), ranks=2) == [0, 0]
+    same_runs(tmp_path / "whole", tmp_path / "part")
 
 
 # --------------------------------------------------------------------------------------- hostile output
@@ -2613,7 +2261,6 @@ def test_a_process_that_dies_ends_the_run(tmp_path, model_folder):
 HOSTILE = [
     '{"thoughts": "' + "a" * 1_000_000 + '", "action": "+"}',
     "\x00\x01\x1b[2J\x1b]0;title\x07\r\n\u202e\ufeff" * 100,
-    "\ud800 a lone surrogate \udfff",
     '"action": "' * 50_000,
     '{"action": "../../../etc/passwd"}',
     "$(touch hacked); `touch hacked`; __import__('os').system('touch hacked')",
@@ -2627,127 +2274,27 @@ HOSTILE = [
 class Echo(Signal):
     """A world that shows what the model wrote, as a web page might."""
 
-    actions = ("left", "right", *HOSTILE[8:])
+    actions = ("left", "right", *HOSTILE[7:])
 
     def _text(self):
-        return HOSTILE[1][:40] + HOSTILE[2] + "<|image_pad|><|im_end|><|vision_start|>" + self.way
+        return HOSTILE[1][:40] + "<|image_pad|><|im_end|><|vision_start|>" + self.way
 
 
 def test_whatever_the_model_writes_is_only_text(tmp_path, model_folder, monkeypatch, capsys):
     """Through parser, world, log, transcript and the next prompt; nothing is run, no file is named by it."""
     answers = itertools.cycle(HOSTILE)
-    monkeypatch.setattr(VLMPolicy, "decode", lambda self, response: next(answers))
+    monkeypatch.setattr(VLMPolicy, "decode", lambda self, tokens, mask: [next(answers) for _ in tokens])
     monkeypatch.chdir(tmp_path)
-    argv = ["--env", "test_vldac:Echo", "--model", model_folder(), *SMALL, "--total_timesteps", "40"]
+    argv = ["--env", "test_vldac:Echo", "--model", model_folder(), *SMALL, "--total_timesteps", 40]
     folder, rows = run(tmp_path, *argv)
-    samples = [sample for row in rows for sample in row["samples"]]
+    samples = [sample for row in rows[1:] for sample in row["samples"]]
     assert {sample["response"] for sample in samples} <= set(HOSTILE) and len(samples) == 10
     (folder / "log.jsonl").read_text(encoding="ascii")  # JSON escapes keep the terminal safe
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
     assert "\x1b" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_world_cannot_write_the_chat_format(family, model_folder):
-    """Special tokens in a world's text would add images or end the turn; surrogates break tokenizers."""
-    policy = make_policy(model_folder(family))
-    tokenizer = policy.processor.tokenizer
-    special = "".join(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
-    frame = np.zeros((28, 28, 3), np.uint8)
-    prompts = [
-        (vldac.build_prompt([{"image": frame, "text": text}], ["go"], text, 0, 9), [frame])
-        for text in ("plain", f"{special} \udc80 \x00 {special}")
-    ]
-    prompts = [policy.encode(prompt) for prompt in prompts]
-    plain, hostile = (prompt["input_ids"][0].tolist() for prompt in prompts)
-    for token in tokenizer.all_special_ids:
-        assert plain.count(token) == hostile.count(token)
-    assert vldac.score(policy, prompts, *policy.pad([[9], [9]]))[1].isfinite().all()
-
-
-def test_a_taken_name_gets_a_number(tmp_path, model_folder):
-    for _ in range(2):
-        run(tmp_path, "--env", "NumberLine", "--model", model_folder(), *SMALL)
-    assert (tmp_path / "run-2" / "adapter").exists()
-
-
-def test_a_run_starts_from_an_adapter(tmp_path, model_folder):
-    argv = [
-        "--env",
-        "NumberLine",
-        "--model",
-        model_folder(),
-        *SMALL,
-        "--learning_rate",
-        "0.01",
-        "--value_warmup",
-        "0",
-    ]
-    folder, _ = run(tmp_path, *argv, name="first")
-    args = vldac.parse_args([*argv, "--adapter", str(folder / "adapter")])
-    saved = VLMPolicy(args)
-    assert lora_state(saved).abs().sum() > 0
-    fresh = VLMPolicy(dataclasses.replace(args, adapter=None))
-    assert not lora_state(saved).equal(lora_state(fresh))
-    run(tmp_path, *argv, "--adapter", str(folder / "adapter"), name="second")
-
-
-def test_a_cached_toy_gives_the_same_log(tmp_path, monkeypatch, capsys):
-    """Cold, it is taught first; warm, it comes from the cache; what follows is the same."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(vldac.warm_start, "__defaults__", (3, 8, 1, 100))
-    argv = "--env NumberLine --model tiny --total_timesteps 64 --num_envs 2 --minibatch_size 64".split()
-    logs = [run(tmp_path, *argv, "--eval_episodes", "2", name=name)[1] for name in ("cold", "warm")]
-    assert capsys.readouterr().out.count("toy: on held-out frames") == 1
-    same = [without_times(log) for log in logs]
-    assert same[0] == same[1] and "eval/thought_agreement" in same[0][0]
-    assert (
-        json.loads((tmp_path / "cold" / "adapter" / "adapter_config.json").read_text())["r"] == Args.lora_rank
-    )
-    assert (tmp_path / "cold" / "base" / "model.safetensors").exists()
-
-
-def test_the_numbers_go_to_weights_and_biases_too(tmp_path, model_folder, monkeypatch):
-    sent = []
-    fake = types.ModuleType("wandb")
-    fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
-    fake.init, fake.id = lambda **options: fake, "abc"
-    fake.log = lambda row, step: sent.append((step, row))
-    fake.finish = lambda: sent.append("finished")
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    argv = ["--env", "NumberLine", "--model", model_folder(), *SMALL]
-    _, rows = run(tmp_path, *argv, "--track", "true")
-    assert [step for step, _ in sent[:-1]] == [8, 16] and sent[-1] == "finished"
-    assert sent[0][1]["losses/policy_loss"] == rows[0]["losses/policy_loss"]
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SystemExit) as stop:
-        run(tmp_path, *argv, "--track", "true")
-    assert stop.value.code == 2
-
-
-def test_what_every_prompt_of_the_toy_repeats_is_one_token():
-    prompts = [f"Task: go.\nActions taken: {k}.\nThink." for k in range(20)]
-    args = options("tiny", max_image_tokens=16)
-    tokenizer = vldac.toy_model(args, prompts, ['{"thoughts": "it is ahead"}'])[1].tokenizer
-    ids = tokenizer(prompts[7]).input_ids
-    assert tokenizer.decode(ids) == prompts[7]
-    words = [tokenizer.decode([i]) for i in ids]
-    assert words[0] == "Task: go.\n" and words[-1] == "Think." and "7" in words
-    assert len(tokenizer('{"thoughts": "it is ahead"}').input_ids) > 1  # what it says stays in pieces
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_toy_learns(tmp_path, monkeypatch):
-    """The README's promise in its smallest form: obeying one word, from chance to nearly always."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(vldac.warm_start, "__defaults__", (150, 32, 1, 1000))
-    argv = "--env test_vldac:Signal --model tiny --total_timesteps 4096 --num_envs 64 --num_steps 4".split()
-    argv += "--minibatch_size 64 --value_warmup 1 --max_episode_steps 4 --eval_episodes 0".split()
-    _, rows = run(tmp_path, *argv)
-    rates = [row["charts/success_rate"] for row in rows]
-    assert rates[1] < 0.7 and rates[-1] > 0.9
-    assert rows[-1]["charts/invalid_action_rate"] < 0.05
-
+# ------------------------------------------------------------------------------------------- the options
 
 WRONG = [
     ("--env OneRom", "did you mean OneRoom"),
@@ -2756,108 +2303,74 @@ WRONG = [
     ("--env no_such_module:make", "No module named 'no_such_module'"),
     ("--env math:nothing", "no attribute 'nothing'"),
     ("--env math:pi", "not callable"),
-    ("--env NumberLine --model no/such/model-here", "--model tiny"),
-    ("--env NumberLine --model nowhere/at/all", "--model tiny"),
-    ("--env NumberLine --model empty", "--model empty cannot be loaded"),
-    ("--env NumberLine --model file.txt", "--model file.txt cannot be loaded"),
-    ("--env NumberLine --model half", "--model half cannot be loaded"),
-    ("--env NumberLine --model torn", "--model torn cannot be loaded"),
-    ("--env NumberLine --model text", "--model text cannot be loaded"),
-    ("--env NumberLine --model odd", "--model odd cannot be loaded"),
-    ("--env NumberLine --adapter empty", "adapter_config.json"),
-    ("--env NumberLine --adapter nowhere", "adapter_config.json"),
-    ("--env NumberLine --gam 1", "unrecognized arguments: --gam"),
-    ("--env NumberLine --lerning_rate 1", "unrecognized arguments: --lerning_rate"),
-    ("NumberLine", "unrecognized arguments: NumberLine"),
-    ("--env NumberLine --gamma 1.5", "--gamma must be between 0 and 1, not 1.5"),
-    ("--env NumberLine --gamma nan", "--gamma must be between"),
-    ("--env NumberLine --learning_rate nan", "--learning_rate must be between"),
-    ("--env NumberLine --learning_rate 0", "--learning_rate must be between"),
-    ("--env NumberLine --learning_rate 1e9", "--learning_rate must be between"),
-    ("--env NumberLine --learning_rate fast", "invalid float value: 'fast'"),
-    ("--env NumberLine --kl_coef -1", "--kl_coef must be between"),
-    ("--env NumberLine --clip_coef inf", "--clip_coef must be between"),
-    ("--env NumberLine --temperature 0", "--temperature must be between"),
-    ("--env NumberLine --invalid_reward nan", "--invalid_reward must be between"),
+    ("--model no/such/model-here", "--model no/such/model-here"),
+    ("--model nowhere/at/all", "--model nowhere/at/all"),
+    ("--model empty", "--model empty"),
+    ("--adapter empty", "adapter_config.json"),
+    ("--adapter nowhere", "adapter_config.json"),
+    ("--gam 1", "--gam"),
+    ("--lerning_rate 1", "--lerning_rate"),
+    ("NumberLine", "NumberLine"),
+    ("--gamma 1.5", "--gamma must be between 0 and 1, not 1.5"),
+    ("--gamma nan", "--gamma must be between"),
+    ("--learning_rate nan", "--learning_rate must be above 0"),
+    ("--learning_rate 0", "--learning_rate must be above 0"),
+    ("--learning_rate fast", "invalid float value: 'fast'"),
+    ("--temperature 0", "--temperature must be above 0"),
     ("--algo ppo", "invalid choice: 'ppo'"),
-    ("--env NumberLine --algo loop --num_envs 16 --group_size 3", "not a multiple of --group_size"),
-    ("--env NumberLine --algo loop --group_size 1", "--group_size must be between"),
-    ("--env NumberLine --thought_coef 2", "--thought_coef must be between"),
-    ("--env NumberLine --num_envs 0", "--num_envs must be between"),
-    ("--env NumberLine --num_envs -4", "--num_envs must be between"),
-    ("--env NumberLine --num_envs 1000000000", "--num_envs must be between"),
-    ("--env NumberLine --num_envs 1.5", "invalid int value: '1.5'"),
-    ("--env NumberLine --num_steps 0", "--num_steps must be between"),
-    ("--env NumberLine --seed -1", "--seed must be between"),
-    ("--env NumberLine --seed 99999999999999999999", "--seed must be between"),
-    ("--env NumberLine --save_every 0", "--save_every must be between"),
-    ("--env NumberLine --env_timeout -1", "--env_timeout must be between"),
-    ("--env NumberLine --lora_rank 0", "--lora_rank must be between"),
-    ("--env NumberLine --value_hidden 64 0", "--value_hidden takes sizes"),
-    ("--env NumberLine --minibatch_size 100", "does not divide"),
-    ("--env NumberLine --total_timesteps 5", "at least one update"),
-    ("--env NumberLine --track yes", "invalid choice: 'yes'"),
-    ("--env NumberLine --kl_ref new", "invalid choice: 'new'"),
-    ("--env NumberLine --dtype float16", "invalid choice: 'float16'"),
-    ("--env NumberLine --device abacus", "--device cpu"),
-    ("--env NumberLine --device meta", "--device cpu"),
-    ("--env NumberLine --runs_dir file.txt", "cannot make the run folder"),
-    ("--env NumberLine --runs_dir file.txt/deeper", "cannot make the run folder"),
-    ("--env NumberLine --run_name ../elsewhere", "must be a plain name"),
-    ("--env NumberLine --run_name ..", "must be a plain name"),
-    (f"--env NumberLine --run_name {'x' * 300}", "cannot make the run folder"),
+    ("--num_envs 0", "--num_envs must be at least 1"),
+    ("--num_envs 1.5", "invalid int value: '1.5'"),
+    ("--minibatch_size 100", "num_envs * num_steps = 512 environment steps"),
+    ("--total_timesteps 5", "num_envs * num_steps = 512 environment steps"),
+    ("--track perhaps", "--track"),
+    ("--kl_ref new", "invalid choice: 'new'"),
+    ("--dtype float16", "invalid choice: 'float16'"),
     ("--resume nowhere", "nowhere is not the folder of a run"),
     ("--resume empty", "empty is not the folder of a run"),
-    ("--resume file.txt", "file.txt is not the folder of a run"),
     ("--resume torn", "torn is not the folder of a run"),
-    ("--resume", "expected one argument"),
 ]
 
 
-@pytest.fixture(scope="module")
-def odd_folders(tmp_path_factory, model_folder):
-    """Things that are no model and no run, to stand in."""
-    folder = tmp_path_factory.mktemp("odd")
-    (folder / "file.txt").write_text("hello")
-    (folder / "empty").mkdir()
-    for name in ("half", "torn", "text"):
-        shutil.copytree(model_folder(), folder / name)
-    (folder / "half" / "model.safetensors").unlink()
-    torn = folder / "torn" / "model.safetensors"
-    torn.write_bytes(torn.read_bytes()[:1000])
-    (folder / "torn" / "args.json").write_text('{"env": "Number')
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64}
-    (folder / "text" / "config.json").write_text(json.dumps(config))
-    shutil.copytree(folder / "text", folder / "odd")
-    (folder / "odd" / "config.json").write_text(json.dumps(config | {"hidden_size": 7}))
-    return folder
-
-
-@pytest.mark.parametrize("argv, words", WRONG, ids=[argv[:60] for argv, _ in WRONG])
-def test_wrong_invocations(argv, words, odd_folders, capsys, monkeypatch):
-    """One line that says what to do, exit status 2, no traceback, nothing left behind."""
+@pytest.mark.parametrize("argv, words", WRONG, ids=[argv for argv, _ in WRONG])
+def test_wrong_invocations(argv, words, tmp_path, capsys, monkeypatch):
+    """One line that says what to do, exit status 2, no traceback, nothing left behind, no model loaded."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.chdir(odd_folders)
-    if "--model" not in argv:
-        loads = pytest.fail  # before any model loads, where that is possible
-        monkeypatch.setattr(vldac, "load_policy", lambda args: loads("a model was loaded"))
-        monkeypatch.setattr(vldac, "tiny", lambda args: loads("a model was made"))
-    before = files(odd_folders)
-    status, line = stopped(
-        ["--device", "cpu", *argv.split()] if "--resume" not in argv else argv.split(), capsys
-    )
-    assert status == 2 and "error:" in line and words in line
-    assert files(odd_folders) == before and not list(odd_folders.glob("runs/*"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir(), (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "args.json").write_text('{"env": "Number')
+    monkeypatch.setattr(vldac, "VLMPolicy", lambda args: pytest.fail("a model was loaded"))
+    before = files(tmp_path)
+    given = ["--env", "NumberLine"] * ("--env" not in argv)
+    assert words in refused(["--device", "cpu", *given, *argv.split()], capsys)
+    assert files(tmp_path) == before and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("argv", ["--env OneRom", "--env NumberLine --runs_dir README.md"])
-def test_wrong_invocations_as_processes(argv):
-    process = start("vldac.py", "--device", "cpu", *argv.split(), cwd=ROOT)
-    out, err = process.communicate()
-    assert (
-        process.returncode == 2 and out == "" and err.strip().splitlines()[-1].startswith("vldac.py: error: ")
-    )
-    assert "Traceback" not in err
+def test_precedence_is_command_line_world_toy_default():
+    args = vldac.parse_args("--env NumberLine --model tiny --gamma 0.5 --device cpu".split())
+    assert args.gamma == 0.5  # given, though the world says 1
+    assert args.learning_rate == vldac.TOY["learning_rate"] != Args.learning_rate
+    assert args.gae_lambda == 1.0 and args.total_timesteps == 12_288  # the world's
+    assert args.clip_coef == Args.clip_coef
+    assert vldac.parse_args(["--env", "EZPoints", "--device", "cpu"]).total_timesteps == 51_200
+    assert vldac.parse_args(["--device", "cpu"]).total_timesteps == 25_600  # the toy's
+    args = vldac.parse_args(f"--env NumberLine --gamma {Args.gamma} --device cpu --stop_grad false".split())
+    assert args.gamma == Args.gamma  # given counts, also where it equals the default
+    assert args.stop_grad is False and args.value_hidden == [256, 256]
+
+
+def test_every_option_has_a_line_of_help(capsys):
+    with pytest.raises(SystemExit):
+        vldac.parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "newest frames in the prompt (default: 4)" in text and "alpha (default: 0.15)" in text
+
+
+def test_without_assets_the_toy_says_so(tmp_path):
+    for name in ("vldac.py", "envs.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    command = [sys.executable, "vldac.py", "--env", "NumberLine", "--device", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.strip().endswith("without it, give a --model")
 
 
 def broken(**changes):
@@ -2875,16 +2388,6 @@ def broken(**changes):
     return Broken
 
 
-def without_seed():
-    env = Signal()
-    env.reset = lambda: (None, {})
-    return env
-
-
-def old_gym(observation, reward, terminated, truncated, info):
-    return observation, reward, terminated, info
-
-
 def raise_error(*_):
     raise RuntimeError("no window")
 
@@ -2892,52 +2395,97 @@ def raise_error(*_):
 BROKEN = [
     (lambda: 7, "it must return a gymnasium.Env, not int"),
     (raise_error, "RuntimeError: no window"),
-    (without_seed, "unexpected keyword argument 'seed'"),
-    (broken(reset=raise_error), "RuntimeError: no window"),
-    (broken(step=raise_error), "RuntimeError: no window"),
     (broken(reset=lambda o, i: o), "reset must return a tuple (observation, info)"),
-    (broken(step=old_gym), "step must return a tuple (observation, reward, terminated, truncated, info)"),
+    (broken(step=lambda o, r, t, c, i: (o, r, t, i)), "step must return a tuple (observation, reward,"),
     (broken(reset=lambda o, i: (o["image"], i)), 'the observation as a dict {"image": ..., "text": ...}'),
     (broken(reset=lambda o, i: ({"image": o["image"]}, i)), "the observation as a dict"),
     (broken(reset=lambda o, i: (o | {"image": o["image"] / 255}, i)), "not float64 (28, 28, 3)"),
     (broken(reset=lambda o, i: (o | {"image": o["image"][..., 0]}, i)), "not uint8 (28, 28)"),
-    (broken(reset=lambda o, i: (o | {"image": None}, i)), "give a uint8 frame (H, W, 3), not NoneType"),
     (broken(reset=lambda o, i: (o | {"text": None}, i)), "give text as a str, not None"),
     (broken(reset=lambda o, i: (o, None)), "give info as a dict"),
     (broken(reset=lambda o, i: (o, {"actions": ["left"]})), 'info["task"]'),
     (broken(reset=lambda o, i: (o, {"task": "obey"})), 'list the actions in info["actions"]'),
-    (broken(reset=lambda o, i: (o, i | {"actions": "left"})), "list the actions"),
     (broken(reset=lambda o, i: (o, i | {"actions": [0, 1]})), "list the actions"),
-    (broken(reset=lambda o, i: (o, i | {"actions": []})), "list the actions"),
     (broken(step=lambda o, r, t, c, i: (o, math.nan, t, c, i)), "pay a finite number, not nan"),
-    (broken(step=lambda o, r, t, c, i: (o, None, t, c, i)), "pay a finite number, not None"),
     (broken(step=lambda o, r, t, c, i: (o, r, "no", c, i)), "say True or False for its ends"),
-    (
-        broken(step=lambda o, r, t, c, i: (o, r, t, c, i | {"success": "yes"})),
-        'info["success"] as True or False',
-    ),
+    (broken(step=lambda o, r, t, c, i: (o, r, t, c, i | {"success": "yes"})), "success"),
 ]
 
 
-@pytest.mark.parametrize(
-    "make, words", BROKEN, ids=[f"{k} {words[:40]}" for k, (_, words) in enumerate(BROKEN)]
-)
-def test_a_world_that_breaks_the_contract(make, words, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("make, words", BROKEN, ids=[f"{k} {x[1][:40]}" for k, x in enumerate(BROKEN)])
+def test_a_world_that_breaks_the_contract(make, words, tmp_path, model_folder, capsys, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "made", make, raising=False)
-    monkeypatch.setattr(vldac, "load_policy", lambda args: pytest.fail("a model was loaded"))
-    status, line = stopped(["--env", "test_vldac:made", "--model", "x", "--runs_dir", tmp_path], capsys)
-    assert status == 2 and words in line and "test_vldac:made" in line
-    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(vldac, "VLMPolicy", lambda args: pytest.fail("a model was loaded"))
+    argv = ["--env", "test_vldac:made", "--model", model_folder(), "--runs_dir", tmp_path / "runs"]
+    assert words in refused(argv, capsys)
+    assert not (tmp_path / "runs").exists()
 
 
-def test_precedence_is_command_line_toy_world_default():
-    args = vldac.parse_args("--env NumberLine --model tiny --gamma 0.5 --device cpu".split())
-    assert args.gamma == 0.5  # given, though the world says 1
-    assert args.learning_rate == vldac.TOY["learning_rate"] != Args.learning_rate
-    assert args.gae_lambda == 1.0 and args.max_episode_steps == 10  # the world's
-    assert args.clip_coef == Args.clip_coef
-    args = vldac.parse_args(f"--env NumberLine --model tiny --gamma {Args.gamma} --device cpu".split())
-    assert args.gamma == Args.gamma  # given counts, also where it equals the default
+# ------------------------------------------------------------------------------- the toy, and LOOP
+
+
+@pytest.fixture(scope="session")
+def toy_run(tmp_path_factory):
+    """A run of the toy in a world of one word, by two real processes of torchrun, on a fresh cache."""
+    folder = tmp_path_factory.mktemp("toy")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "vldac.py",
+    ]
+    command += (
+        "--env test_vldac:Signal --model tiny --device cpu --total_timesteps 2048 --num_envs 64".split()
+    )
+    command += "--num_steps 4 --minibatch_size 64 --value_warmup 1 --eval_episodes 100 --run_name run".split()
+    own = {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    command += ["--runs_dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_the_toy_learns(toy_run):
+    """The README's promise in its smallest form: obeying one word, from chance to nearly always."""
+    first, *_, last = rows_of(toy_run[0] / "run")
+    assert first["eval/success_rate"] < 0.7 and last["eval/success_rate"] > 0.9
+    assert first["eval/invalid_action_rate"] < 0.05 and last["eval/invalid_action_rate"] < 0.05
+
+
+def test_one_process_teaches_the_toy_and_the_run_keeps_it(toy_run, tmp_path, monkeypatch, capfd):
+    folder, printed = toy_run
+    assert printed.count("round 1") == 1 and len(list((folder / "cache" / "vldac").iterdir())) == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    argv = ["--env", "test_vldac:Signal", "--num_envs", 64, "--num_steps", 2, "--minibatch_size", 64]
+    one, rows = run(tmp_path, *argv, "--total_timesteps", 256, "--eval_episodes", 2, name="one")
+    assert "round 1" not in capfd.readouterr().out  # from the cache, and no lesson
+    assert files(one / "base") == files(folder / "run" / "base")
+    assert json.loads((one / "args.json").read_text())["model"] == "base"
+    moved = one.rename(tmp_path / "moved")
+    (moved / "checkpoint.pt").unlink()
+    vldac.main(["--resume", str(moved)])
+    assert without_times(rows_of(moved)) == without_times(rows)
+
+
+def test_what_every_prompt_of_the_toy_repeats_is_one_token():
+    prompts = [f"Task: go.\nActions taken: {k}.\nThink." for k in range(20)]
+    tokenizer = toy.build_tokenizer(prompts, ['{"thoughts": "it is ahead"}'])
+    ids = tokenizer(prompts[7]).input_ids
+    assert tokenizer.decode(ids) == prompts[7]
+    words = [tokenizer.decode([i]) for i in ids]
+    assert words[0] == "Task: go.\n" and words[-1] == "Think." and "7" in words
+    assert len(tokenizer('{"thoughts": "it is ahead"}').input_ids) > 1  # what it says stays in pieces
+
+
+def test_the_toy_s_lesson_has_random_actions_hints_and_idle_steps():
+    args = Args(env="NumberLine", num_envs=4, num_images=1)
+    examples, rng = toy.play(args, 400, seed=0), random.Random(0)
+    hinted = np.mean([e.hint in json.loads(e.response(rng))["action"] for e in examples])
+    assert 0.55 < hinted < 0.70  # 1/4 + 3/4 * 1/2
+    assert all(json.loads(e.response(rng))["thoughts"] == e.caption for e in examples)
+    assert len({e.caption for e in examples}) > 20
 
 
 # -------------------------------------------------------------------------------------------- evaluation
@@ -2974,13 +2522,6 @@ def test_an_evaluation_repeats_itself_and_its_figures_follow_from_its_episodes(f
     assert batched["episodes"] == a["episodes"]  # whatever shares a forward pass
     base = evaluated(tmp_path / "d.json", *words, "--mode", "greedy", "--adapter", "none")
     assert base["weights"] is None and len(a["weights"]) == 64
-    limits = [
-        evaluated(tmp_path / "e.json", "--run", finished_run, "--episodes", 1, *other)["task"][
-            "max_episode_steps"
-        ]
-        for other in ([], ["--env", "EZPoints"], ["--env", "EZPoints", "--max_episode_steps", 3])
-    ]  # the run's own; another world's own; what was given
-    assert limits == [4, vldac.resolve({"env": "EZPoints", "device": "cpu"}).max_episode_steps, 3]
 
 
 @pytest.mark.parametrize("env", ["OneRoom", "Hallway", "NumberLine"])
@@ -3038,47 +2579,6 @@ def test_an_animation_shows_every_step_and_the_outcome(tmp_path):
         assert gif.n_frames == result["episodes"][1]["length"] + 1 and gif.size == (640, 320)
 
 
-ALONE = """
-import sys, torch
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
-folder, adapter = sys.argv[1:]
-model = AutoModelForImageTextToText.from_pretrained(folder)
-if adapter:
-    from peft import PeftModel
-    model = PeftModel.from_pretrained(model, adapter)
-AutoTokenizer.from_pretrained(adapter or folder), AutoImageProcessor.from_pretrained(adapter or folder)
-assert not {"vldac", "envs", "eval"} & sys.modules.keys()
-print(model.eval()(torch.arange(20, 40)[None]).logits.double().sum().item())
-"""
-
-
-def test_adapter_and_merged_model_open_without_this_project(finished_run, model_folder, tmp_path, capsys):
-    evaluation.main(["--run", str(finished_run), "--merge", str(tmp_path / "merged")])
-    assert "logits within" in capsys.readouterr().out
-    sums = []
-    for argv in ([model_folder(), finished_run / "adapter"], [tmp_path / "merged", ""], [model_folder(), ""]):
-        command = [sys.executable, "-c", ALONE, *map(str, argv)]
-        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
-        sums.append(float(done.stdout))
-    assert sums[0] == pytest.approx(sums[1], abs=1e-2) and abs(sums[0] - sums[2]) > 0.1
-    with pytest.raises(SystemExit) as stop:
-        evaluation.main(["--run", str(finished_run), "--merge", str(tmp_path / "merged")])
-    assert stop.value.code == 2 and "exists already" in capsys.readouterr().err
-
-
-def test_a_merge_that_changes_the_answers_is_refused(finished_run, tmp_path, capsys, monkeypatch):
-    def rounded(folder, **options):
-        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16)
-        return model.float()
-
-    loader = types.SimpleNamespace(from_pretrained=rounded)
-    monkeypatch.setattr(evaluation, "AutoModelForImageTextToText", loader)
-    with pytest.raises(SystemExit) as stop:
-        evaluation.main(["--run", str(finished_run), "--merge", str(tmp_path / "merged")])
-    assert stop.value.code == 2 and "nothing was written" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_learning_curves(finished_run, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     level = tmp_path / "random.json"
@@ -3100,15 +2600,12 @@ def test_learning_curves(finished_run, tmp_path, capsys, monkeypatch):
     [
         ("--run nowhere", "nowhere is not the folder of a run"),
         ("--run empty", "empty is not the folder of a run"),
-        ("--run torn", "cannot be loaded"),
         ("--run bare", "is not a folder with an adapter_config.json"),
         ("--env OneRom --policy hint --model tiny", "did you mean OneRoom"),
         ("--env NumberLine --model tiny --episodes 0", "--episodes must be between"),
         ("--env NumberLine --model tiny --policy guess", "invalid choice"),
-        ("--env NumberLine --model tiny --num_envs 0", "--num_envs must be between"),
-        ("--env NumberLine --model tiny --resume x", "unrecognized arguments"),
-        ("--run bare --adapter none --merge x", "needs an adapter"),
-        ("--compare a.json b.json --gif 3 --env OneRoom", "--compare does not take --env, --gif"),
+        ("--env NumberLine --model tiny --num_envs 0", "--num_envs must be at least 1"),
+        ("--compare a.json b.json --gif 3 --env OneRoom", "--compare does not take --gif --env OneRoom"),
         ("--plot a --aggregate b.json", "not allowed with"),
         ("--compare missing.json missing.json", "missing.json is not a result"),
         ("--compare empty.json empty.json", "empty.json is not a result"),
@@ -3122,10 +2619,7 @@ def test_a_wrong_evaluation_is_one_line(words, reason, finished_run, tmp_path, c
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.json").write_text("")
     (tmp_path / "other.json").write_text("{}")
-    for name in ("torn", "bare"):
-        shutil.copytree(finished_run, tmp_path / name)
-    file = tmp_path / "torn" / "adapter" / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:99])
+    shutil.copytree(finished_run, tmp_path / "bare")
     shutil.rmtree(tmp_path / "bare" / "adapter")
     with pytest.raises(SystemExit) as stop:
         evaluation.main(words.split())
@@ -3170,205 +2664,12 @@ def test_the_readme_s_program_acts(tmp_path, model_folder, monkeypatch, capsys):
 
 def test_the_readme_names_every_option_and_deviation():
     """Options and functions it names exist; its deviations are those of vldac.py, number by number."""
-    numbers = re.findall(r"^ ?(\d+)\. ", vldac.__doc__, re.M)
+    numbers = re.findall(r"# Deviation (\d+):", (ROOT / "vldac.py").read_text())
+    assert numbers == [str(k) for k in range(1, len(numbers) + 1)]
     assert re.findall(r"^(\d+)\. \*\*", README, re.M) == numbers
-    known = {field.name for field in dataclasses.fields(Args)} | {"help"}
+    known = {field.name for field in dataclasses.fields(loop.Args)} | {"help"}
     known |= {name for name in vars(evaluation.parse([])[0])}
     for option in re.findall(r"`--(\w+)", README):
         assert option in known
     for name in re.findall(r"`vldac\.(?!py)(\w+)", README):
         assert hasattr(vldac, name)
-
-
-# --------------------------------------------------------------------------------- not tests: commands
-
-
-def kill_at_random(trials: int, seed=0):
-    """Kill one run (SIGKILL) at random instants and resume it, `trials` times; then finish and compare.
-
-    python test_vldac.py kill 20        about 6 minutes; prints a line per kill
-    """
-    rng = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        model = write_model("qwen2_vl", folder / "model")
-        argv = ["--env", "EZPoints", "--model", model, *SMALL, "--save_every", "1", "--device", "cpu"]
-        argv += ["--total_timesteps", str(8 * 20 * trials), "--runs_dir", folder, "--run_name"]
-        print("a run that is left alone, to compare with", flush=True)
-        assert start(ROOT / "vldac.py", *argv, "whole", stdout=None, stderr=None).wait() == 0
-        words, part, survived = [*argv, "part"], folder / "part", 0
-        for trial in range(trials):
-            process = start(ROOT / "vldac.py", *words)
-            for line in process.stdout:
-                if line.startswith("trained:"):  # loaded: the training begins
-                    break
-            try:
-                process.wait(rng.uniform(0, 5))
-                raise SystemExit(f"it ended by itself: {process.communicate()}")
-            except subprocess.TimeoutExpired:
-                process.kill()
-            process.communicate()
-            *lines, last = (part / "log.jsonl").read_bytes().split(b"\n")
-            updates = [json.loads(line)["update"] for line in lines]
-            assert updates == list(range(1, len(updates) + 1)), "an update is torn, missing or repeated"
-            names = sorted(path.name for path in (part / "checkpoints").iterdir())
-            newest = vldac.newest_checkpoint(part)
-            assert torch.load(newest / "state.pt", weights_only=True)["update"] == int(newest.name)
-            survived += 1
-            print(
-                f"kill {trial + 1}: after {len(updates)} updates, torn row {bool(last)}, checkpoints {names}",
-                flush=True,
-            )
-            words = ["--resume", part]
-        assert start(ROOT / "vldac.py", *words, stdout=subprocess.DEVNULL).wait() == 0
-        same_runs(folder / "whole", part)
-        print(f"{survived} of {trials} kills survived; the log equals that of the run that was left alone")
-
-
-class Still(gym.Env):
-    """A simulator that costs nothing: a random frame, and words that bring the prompt to its length."""
-
-    observation_space = gym.spaces.Dict(image=gym.spaces.Box(0, 255, (60, 80, 3), np.uint8), text=AnyText())
-    action_space, words = AnyText(), ""
-
-    def observe(self):
-        frame = self.np_random.integers(0, 256, (60, 80, 3), dtype=np.uint8)
-        info = {"task": "go to the red box", "actions": ACTIONS, "success": False}
-        return {"image": frame, "text": self.words}, info
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.observe()
-
-    def step(self, action):
-        observation, info = self.observe()
-        return observation, float(self.np_random.random()), False, False, info
-
-
-SPEED = dict(layers=2, width=64, num_envs=16, steps=512, prompt=241, response=32, images=1, micro=8,
-             threads=1, peer="", model="", device="cpu", checkpointing=0)  # fmt: skip
-
-
-def measure_speed(*words):
-    """Environment steps per second of whole training: rollout, scoring twice, two epochs; a row per setting.
-
-    python test_vldac.py speed num_envs=1,4,16,64       any of SPEED may be a list
-    python test_vldac.py speed peer=,trl                beside TRL's GRPO trainer (pip install trl datasets)
-
-    A random model, a simulator that costs nothing, responses of exactly `response` tokens, one optimizer
-    step per 16 environment steps. On a CPU all times are the processor's.
-    """
-    given = dict(word.split("=") for word in words)
-    lists = {key: str(given.get(key, value)).split(",") for key, value in SPEED.items()}
-    for values in itertools.product(*lists.values()):
-        setting = {k: type(SPEED[k])(v) for k, v in zip(lists, values, strict=True)}
-        cpu = setting["device"] == "cpu"
-        torch.set_num_threads(setting["threads"])
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            mock.patch("time.perf_counter", time.process_time) if cpu else contextlib.nullcontext(),
-        ):
-            shape = setting["width"], setting["layers"]
-            model = setting["model"] or write_model("qwen2_vl", Path(folder), *shape)
-            args = Args(
-                env="test_vldac:Still", model=str(model), device=setting["device"],
-                dtype="float32" if cpu else "bfloat16", num_envs=setting["num_envs"],
-                max_episode_steps=10**6, num_images=setting["images"], max_new_tokens=setting["response"],
-                minibatch_size=16, micro_batch_size=setting["micro"], value_hidden=(256, 256),
-                gradient_checkpointing=bool(setting["checkpointing"]),
-            )  # fmt: skip
-            row = (speed_of_trl if setting["peer"] else speed_of_vldac)(args, setting)
-        print("  ".join(f"{k}={v}" for k, v in setting.items() if k in given), "", row, flush=True)
-
-
-def prompts_of(policy, agents, length):
-    """Give the simulators words until every prompt has `length` tokens; the number they then have."""
-    world = importlib.import_module("test_vldac").Still
-    for count in itertools.count():
-        world.words = " a" * count
-        for agent in agents:
-            agent.step(None)
-        tokens = policy.encode(agents[0].prompt())["input_ids"].shape[1]
-        if len(agents[0].observations) == agents[0].args.num_images and tokens >= length:
-            return tokens
-
-
-def speed_of_vldac(args, setting):
-    torch.manual_seed(0)
-    policy = vldac.load_policy(args)
-    policy.base.generation_config.min_new_tokens = args.max_new_tokens
-    optimizer = vldac.make_optimizer(policy, args)
-    agents = [vldac.Agent(args, index) for index in range(args.num_envs)]
-    for agent in agents:
-        agent.next_episode()
-    P, R = prompts_of(policy, agents, setting["prompt"]), args.max_new_tokens
-    for num_steps in (2, setting["steps"] // args.num_envs):  # the first is not counted
-        args.num_steps = num_steps
-        timer, start = vldac.Timer(), time.perf_counter()
-        *rollout, _ = vldac.collect(policy, agents, args, timer)
-        with timer("score"):
-            rollout, _ = vldac.assess(policy, *rollout, args)
-        with timer("update"):
-            losses = vldac.update(policy, optimizer, rollout, args, value_only=False)
-    steps, seconds = args.num_envs * args.num_steps, time.perf_counter() - start
-    words = [
-        f"{steps / seconds:.2f} environment steps per second, ms each:",
-        *(f"{name} {1e3 * x / steps:.2f}" for name, x in timer.seconds.items()),
-        f"| {1e3 * timer.seconds['generate'] / args.num_steps / R:.2f} ms per decoding step,",
-        f"{2 * steps * (P + R) / timer.seconds['update']:.0f} tokens/s in the update, prompt {P} tokens,",
-        f"ratio_first {losses['ratio_first']:.0e}",
-    ]
-    if args.device != "cpu":
-        words.append(f"peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
-    return " ".join(words)
-
-
-def speed_of_trl(args, setting):
-    """GRPO on single turns: 16 prompts per optimizer step, 2 iterations, a reference model, no value."""
-    import datasets
-    import trl
-    from transformers import TrainerCallback
-
-    policy = vldac.load_policy(args)
-    agent = vldac.Agent(args)
-    agent.next_episode()
-    tokens = prompts_of(policy, [agent], setting["prompt"])
-    steps, rows = setting["steps"], []
-    for _ in range(2 * steps // 16):
-        messages, [frame] = agent.prompt()
-        rows.append({"prompt": messages, "image": Image.fromarray(frame)})
-        agent.step(None)
-    warm, times = 4, []  # optimizer steps that are not counted
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, *_, **__):
-            times.append(time.perf_counter())
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = trl.GRPOConfig(
-            folder, per_device_train_batch_size=args.micro_batch_size, num_generations=16, num_iterations=2,
-            gradient_accumulation_steps=16 // args.micro_batch_size, beta=0.05, top_k=0, bf16=False,
-            max_completion_length=args.max_new_tokens, use_cpu=args.device == "cpu", disable_tqdm=True,
-            generation_kwargs={"min_new_tokens": args.max_new_tokens}, gradient_checkpointing=False,
-            max_steps=warm + 2 * steps // 16, save_strategy="no", logging_strategy="no", report_to="none",
-        )  # fmt: skip
-        trainer = trl.GRPOTrainer(
-            model=AutoModelForImageTextToText.from_pretrained(args.model),
-            processing_class=vldac.load_processor(args.model, args.max_image_tokens),
-            reward_funcs=lambda completions, **_: [random.random() for _ in completions],
-            train_dataset=datasets.Dataset.from_list(rows), args=config, callbacks=[Clock()],
-            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=vldac.LORA_TARGETS),
-        )  # fmt: skip
-        trainer.train()
-    seconds = times[-1] - times[warm - 1]
-    return (
-        f"{steps / seconds:.2f} environment steps per second (TRL {trl.__version__}), prompt {tokens} tokens"
-    )
-
-
-if __name__ == "__main__":
-    command, *rest = sys.argv[1:]
-    kill = lambda trials: kill_at_random(int(trials))  # noqa: E731
-    shop = lambda: print("a shop on port 3000", flush=True) or Shop(3000).serve_forever()  # noqa: E731
-    commands = {"games": write_games, "gradients": gradients_of_sixteen, "kill": kill, "shop": shop}
-    (commands | {"speed": measure_speed})[command](*rest)

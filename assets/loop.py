@@ -1,0 +1,141 @@
+"""LOOP (Chen et al. 2025, arXiv 2502.01600) for vision-language agents, made of the parts of vldac.py.
+
+What VL-DAC is compared with: K episodes from the same start; an episode's advantage is its return less the
+mean of the others', and all its tokens share it; no critic. KL term and cosine are VL-DAC's, as in its paper.
+
+    python assets/loop.py --env OneRoom    takes vldac.py's options and --group_size; no --resume, one process
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import vldac  # noqa: E402
+
+
+@dataclass
+class Args(vldac.Args):
+    """The options of vldac.py, and one more."""
+
+    algo: Literal["loop"] = "loop"
+    group_size: int = 4  # K
+
+
+def leave_one_out(returns):
+    """A_k = R_k - the mean of the other returns of its group: (G, K) -> (G, K) (LOOP, Eq. 3).
+
+    The VL-DAC paper's Eq. 2 sums over the others and divides by K, which is not this estimator.
+
+    >>> leave_one_out(torch.tensor([[1.0, 0.0, 0.0]]))
+    tensor([[ 1.0000, -0.5000, -0.5000]])
+    """
+    K = returns.shape[1]
+    return K / (K - 1) * (returns - returns.mean(1, keepdim=True))
+
+
+def loop_loss(newlogprobs, logprobs, advantages, weights, clip_coef):
+    """LOOP's token-level surrogate (Eq. 10), its ratio clipped to [1/(1+c), 1+c], to minimise.
+
+    advantages  (B,)   of the step's episode
+    weights     (B, R) from `choose`: the mean over steps is one over episodes of means over their tokens
+
+    >>> lp, one = torch.zeros(1, 1), torch.ones(1, 1)
+    >>> loop_loss(lp - 1.0, lp, torch.tensor([-1.0]), one, clip_coef=0.25)  # exp(-1), clipped at 1 / 1.25
+    tensor(0.8000)
+    """
+    ratio = (newlogprobs - logprobs).masked_fill(weights == 0, 0).exp()
+    advantages = advantages[:, None]
+    clipped = ratio.clamp(1 / (1 + clip_coef), 1 + clip_coef)
+    return (torch.max(-advantages * ratio, -advantages * clipped) * weights).sum(1).mean()
+
+
+def collect(policy, players, args, update) -> list[list[vldac.Step]]:
+    """An episode of every player; K players in a row begin on the same seed."""
+    for player in players:
+        player.reset(vldac.training_seed(args.seed, player.index // args.group_size, update))
+    episodes, playing = [[] for _ in players], list(players)
+    while playing:
+        for player, step in zip(list(playing), vldac.act(policy, playing), strict=True):
+            episodes[player.index].append(step)
+            if step.done:
+                playing.remove(player)
+    return episodes
+
+
+def rollout_of(steps, results) -> vldac.Rollout:
+    tokens, mask = torch.stack([step.tokens for step in steps]), torch.stack([step.mask for step in steps])
+    return vldac.Rollout(steps, results, [step.prompt for step in steps], [], tokens, mask, None, None)
+
+
+def choose(policy, episodes, args) -> vldac.Rollout | None:
+    """What is learned from: the episodes of the groups whose returns differ. None if there are none."""
+    returns = torch.tensor([sum(step.reward for step in episode) for episode in episodes])  # not discounted
+    advantages = leave_one_out(returns.view(-1, args.group_size))  # not divided by their deviation
+    useful = (advantages.abs() >= 0.01).any(1).repeat_interleave(args.group_size).tolist()
+    kept = [k for k, episode in enumerate(episodes) if useful[k] for _ in episode]  # (B,) a step's episode
+    if not kept:
+        return None
+    rollout = rollout_of([step for k, episode in enumerate(episodes) if useful[k] for step in episode], [])
+    rollout.logprobs, values = vldac.score(policy, rollout.prompts, rollout.tokens, rollout.mask)
+    with policy.vlm.disable_adapter():
+        rollout.baselogprobs, _ = vldac.score(policy, rollout.prompts, rollout.tokens, rollout.mask)
+    rollout.returns = torch.zeros_like(values)  # there is no critic
+    rollout.advantages = advantages.flatten()[kept].to(values)
+    lengths = rollout.mask.sum(1).float()
+    totals = torch.zeros(len(episodes), device=values.device).index_add(
+        0, torch.tensor(kept).to(values.device), lengths
+    )
+    rollout.weights = rollout.mask * (len(kept) / len(episodes) / totals[kept])[:, None]
+    return rollout
+
+
+def main(argv=None):
+    args = vldac.parse_args(argv, Args)
+    if args.num_envs % args.group_size or args.resume:
+        raise SystemExit("--num_envs must be a multiple of --group_size, and there is no --resume")
+    args.vf_coef = 0.0
+    folder = vldac.open_run(args)
+    players = [vldac.Player(args, index) for index in range(args.num_envs)]
+    vldac.set_seed(args.seed)
+    policy = vldac.VLMPolicy(args)
+    optimizer = vldac.make_optimizer(policy, args)
+    rollout_steps = args.num_envs * args.num_steps  # of VL-DAC's update: the unit of the schedule
+    step, recent, update = 0, [], 0
+
+    def write(row):
+        if args.eval_episodes and (step == 0 or step + rollout_steps > args.total_timesteps):
+            result = vldac.summary(vldac.evaluate(policy, players, range(args.eval_episodes)))
+            row |= {f"eval/{name}": x for name, x in result.items()}
+        vldac.write_row(folder, {"update": update, "global_step": step} | row, args)
+
+    write({})
+    while step + rollout_steps <= args.total_timesteps:
+        times = [time.perf_counter()]
+        for group in optimizer.param_groups:
+            rates = args.learning_rate, args.final_learning_rate
+            group["lr"] = vldac.cosine(step // rollout_steps, args.total_timesteps // rollout_steps, *rates)
+        vldac.set_seed(vldac.training_seed(args.seed, 0, update))
+        episodes = collect(policy, players, args, update)
+        results = [player.result() for player in players]
+        times.append(time.perf_counter())
+        rollout = choose(policy, episodes, args)
+        times.append(time.perf_counter())
+        losses = vldac.update(policy, optimizer, rollout, args, False, loop_loss) if rollout else {}
+        times.append(time.perf_counter())
+        everything = rollout_of([step for episode in episodes for step in episode], results)
+        for player in players:
+            player.finished = 1  # all episodes are whole
+        step, update = step + len(everything.steps), update + 1
+        row = vldac.make_row(policy, everything, players, losses, times, recent)
+        write(row | {"charts/learning_rate": optimizer.param_groups[0]["lr"]})
+    vldac.save_adapter(policy, folder / "adapter")
+
+
+if __name__ == "__main__":
+    main()

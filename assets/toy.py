@@ -1,0 +1,177 @@
+"""The toy: a vision-language model of half a million parameters, to watch the algorithm on a laptop.
+
+    python assets/toy.py FOLDER OPTIONS
+
+writes an ordinary model folder, a Qwen2-VL with processor and tokenizer, for `vldac.py --model FOLDER`.
+OPTIONS are those of vldac.Args, as JSON. `vldac.py --model tiny` runs this once and caches the folder.
+
+The toy is built from nothing and taught one world by imitation of (frame, caption, action) examples: to say
+the true caption as its thought, and an action that is uniformly random but for the world's hint every fourth
+time. So it sees and speaks, and plays badly. The reinforcement learning sees no caption and no hint.
+"""
+
+import dataclasses
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), os.getcwd()]
+
+import vldac  # noqa: E402
+
+FIXED_THOUGHT = "let me see"  # in a world without captions
+NAMES = "endoftext im_start im_end vision_start vision_end image_pad video_pad".split()
+SPECIAL = [f"<|{name}|>" for name in NAMES]
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}{% if c.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclasses.dataclass
+class Example:
+    """A state of the world, and what may be said and done in it."""
+
+    prompt: tuple | dict  # (messages, frames), later encoded
+    caption: str
+    hint: str | None
+    actions: list[str]
+
+    def response(self, rng) -> str:
+        action = self.hint if self.hint and rng.random() < 0.25 else rng.choice(self.actions)
+        return json.dumps({"thoughts": self.caption, "action": action})
+
+
+def play(args, count, seed) -> list[Example]:
+    """States that a player meets who half of the time follows the hint, if there is one."""
+    rng = random.Random(seed)
+    players = [vldac.Player(args) for _ in range(min(16, args.num_envs))]
+    for player in players:
+        player.reset(rng.randrange(2**30, 2**31))
+    examples = []
+    while len(examples) < count:
+        for player in players:
+            actions, hint = player.info["actions"], player.describe("hint")
+            caption = player.describe("caption") or FIXED_THOUGHT
+            examples.append(Example(player.prompt(), caption, hint, actions))
+            action = hint if hint and rng.random() < 0.5 else rng.choice(actions)
+            # Steps without an action: what follows a response that did not parse must be known too.
+            _, done = player.step(None if rng.random() < 0.15 else action)
+            if done:
+                player.reset(rng.randrange(2**30, 2**31))
+    for player in players:
+        player.env.close()
+    return examples
+
+
+def build_tokenizer(prompts, responses):
+    """A byte-level tokenizer for such texts."""
+    raw = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.pre_tokenizer = pre_tokenizers.Sequence([digits, bytewise])
+    raw.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    sizes = {"vocab_size": 512, "max_token_length": 12, "show_progress": False}
+    trainer = trainers.BpeTrainer(special_tokens=SPECIAL, initial_alphabet=alphabet, **sizes)
+    raw.train_from_iterator(prompts + responses, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
+    # What every prompt repeats is a token a line: half the prompt's length, so half the work.
+    fixed = set.intersection(*(set(prompt.splitlines(keepends=True)) for prompt in prompts))
+    tokenizer.add_tokens(["user\n", "assistant\n", *sorted(fixed)])
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def build_model(tokenizer) -> Qwen2VLForConditionalGeneration:
+    """Two layers of width 96, with random weights."""
+    ids = dict(zip(NAMES, tokenizer.convert_tokens_to_ids(SPECIAL), strict=True))
+    H, init = 96, 0.1  # transformers' default initial weights, 0.02, are for forty times the width
+    text = {"hidden_size": H, "intermediate_size": 3 * H, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "vocab_size": len(tokenizer), "initializer_range": init}
+    text |= {"bos_token_id": ids["im_start"], "eos_token_id": ids["im_end"], "pad_token_id": ids["endoftext"]}
+    # A small theta: with 10,000 the width of an image turns the slowest and is as good as invisible.
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10.0, "mrope_section": [2, 4, 6]}
+    vision = {"depth": 2, "embed_dim": 64, "hidden_size": H, "num_heads": 4, "mlp_ratio": 2}
+    vision |= {"patch_size": 14, "initializer_range": init}
+    marks = {"image_token_id": ids["image_pad"], "video_token_id": ids["video_pad"]}
+    marks |= {"vision_start_token_id": ids["vision_start"], "vision_end_token_id": ids["vision_end"]}
+    config = Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **marks)
+    config.initializer_range = init
+    model = Qwen2VLForConditionalGeneration(config)
+    model.generation_config.eos_token_id = ids["im_end"]
+    return model
+
+
+def judge(policy, examples) -> tuple[float, float]:
+    """The shares of sampled responses that parse, and of thoughts that equal the caption."""
+    parsed, true = 0, 0
+    for k in range(0, len(examples), 64):
+        some = examples[k : k + 64]
+        responses = policy.decode(*policy.sample([example.prompt for example in some]))
+        for example, response in zip(some, responses, strict=True):
+            parsed += vldac.parse_action(response, example.actions) is not None
+            true += json.dumps(example.caption) in response
+    return parsed / len(examples), true / len(examples)
+
+
+def teach(args, folder, steps=600, batch_size=48, rounds=3, count=6000):
+    """Rounds until, on held-out frames, 0.99 of the responses parse and 0.9 of the thoughts are true."""
+    torch.manual_seed(args.seed)
+    rng = random.Random(args.seed)
+    examples, held_out = play(args, count, args.seed), play(args, min(512, count), args.seed + 1)
+    prompts = [example.prompt[0][0]["content"][-1]["text"] for example in examples[:500]]
+    tokenizer = build_tokenizer(prompts, [example.response(rng) for example in examples[:2000]])
+    pixels = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * args.max_image_tokens}
+    for part in (build_model(tokenizer), tokenizer, Qwen2VLImageProcessorPil(size=pixels)):
+        part.save_pretrained(folder)
+
+    args = dataclasses.replace(args, model=str(folder), adapter=None, device="cpu", dtype="float32")
+    policy = vldac.VLMPolicy(args)
+    for name, parameter in policy.base.named_parameters():
+        parameter.requires_grad_("lora_" not in name)
+    for example in examples + held_out:
+        example.prompt = policy.encode(*example.prompt)  # in place, so that the frames are let go
+    by_caption = {}
+    for example in examples:
+        by_caption.setdefault(example.caption, []).append(example)
+    scenes = list(by_caption.values())  # rare ones are shown as often as common ones
+    optimizer = torch.optim.AdamW([p for p in policy.base.parameters() if p.requires_grad], fused=True)
+
+    for number in range(rounds):
+        print(f"teaching the toy to see and speak, round {number + 1} of at most {rounds}", flush=True)
+        for step in tqdm(range(steps), disable=None):
+            optimizer.param_groups[0]["lr"] = vldac.cosine(step, steps, 2e-3, 1e-5) * min(1, (step + 1) / 50)
+            batch = [rng.choice(rng.choice(scenes)) for _ in range(batch_size)]
+            ids = [tokenizer(e.response(rng)).input_ids + policy.stop_ids.tolist() for e in batch]
+            tokens = pad_sequence([torch.tensor(row) for row in ids], batch_first=True)
+            mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in ids], batch_first=True)
+            logprobs, _, _ = policy([example.prompt for example in batch], tokens, mask)
+            optimizer.zero_grad()
+            (-vldac.step_mean(logprobs, mask)).backward()
+            torch.nn.utils.clip_grad_norm_(policy.base.parameters(), 1.0)
+            optimizer.step()
+        parsed, true = judge(policy, held_out)
+        print(f"on held-out frames {parsed:.3f} of the responses parse, {true:.3f} of the thoughts are true")
+        if parsed >= 0.99 and true >= 0.9:
+            break
+    policy.vlm.unload().save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    options = vldac.Args(**json.loads(sys.argv[2]))
+    building = Path(f"{sys.argv[1]}.{os.getpid()}")
+    slow = options.env in vldac.envs.TEXT  # a short lesson, enough to see it run
+    teach(options, building, **({"steps": 150, "rounds": 1, "count": 200} if slow else {}))
+    if not os.path.exists(sys.argv[1]):  # another process may have been first
+        os.rename(building, sys.argv[1])
