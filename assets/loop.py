@@ -68,9 +68,9 @@ def collect(policy, players, args, update) -> list[list[vldac.Step]]:
     return episodes
 
 
-def rollout_of(steps, results) -> vldac.Rollout:
+def rollout_of(steps, episodes=()) -> vldac.Rollout:
     tokens, mask = torch.stack([step.tokens for step in steps]), torch.stack([step.mask for step in steps])
-    return vldac.Rollout(steps, results, [step.prompt for step in steps], [], tokens, mask, None, None)
+    return vldac.Rollout(steps, list(episodes), [step.prompt for step in steps], [], tokens, mask, None, None)
 
 
 def choose(policy, episodes, args) -> vldac.Rollout | None:
@@ -81,17 +81,15 @@ def choose(policy, episodes, args) -> vldac.Rollout | None:
     kept = [k for k, episode in enumerate(episodes) if useful[k] for _ in episode]  # (B,) a step's episode
     if not kept:
         return None
-    rollout = rollout_of([step for k, episode in enumerate(episodes) if useful[k] for step in episode], [])
+    rollout = rollout_of([step for k, episode in enumerate(episodes) if useful[k] for step in episode])
     rollout.logprobs, values = vldac.score(policy, rollout.prompts, rollout.tokens, rollout.mask)
     with policy.vlm.disable_adapter():
         rollout.baselogprobs, _ = vldac.score(policy, rollout.prompts, rollout.tokens, rollout.mask)
     rollout.returns = torch.zeros_like(values)  # there is no critic
     rollout.advantages = advantages.flatten()[kept].to(values)
-    lengths = rollout.mask.sum(1).float()
-    totals = torch.zeros(len(episodes), device=values.device).index_add(
-        0, torch.tensor(kept).to(values.device), lengths
-    )
-    rollout.weights = rollout.mask * (len(kept) / len(episodes) / totals[kept])[:, None]
+    tokens = torch.zeros(len(episodes)).index_add(0, torch.tensor(kept), rollout.mask.sum(1).float().cpu())
+    weights = len(kept) / len(episodes) / tokens[kept]  # (B,)
+    rollout.weights = rollout.mask * weights.to(values)[:, None]
     return rollout
 
 
@@ -105,35 +103,39 @@ def main(argv=None):
     vldac.set_seed(args.seed)
     policy = vldac.VLMPolicy(args)
     optimizer = vldac.make_optimizer(policy, args)
-    rollout_steps = args.num_envs * args.num_steps  # of VL-DAC's update: the unit of the schedule
-    step, recent, update = 0, [], 0
+    unit = args.num_envs * args.num_steps  # environment steps of an update of VL-DAC, for the schedule
+    step, update, recent = 0, 0, []
 
     def write(row):
-        if args.eval_episodes and (step == 0 or step + rollout_steps > args.total_timesteps):
+        if args.eval_episodes and (step == 0 or step + unit > args.total_timesteps):
             result = vldac.summary(vldac.evaluate(policy, players, range(args.eval_episodes)))
             row |= {f"eval/{name}": x for name, x in result.items()}
         vldac.write_row(folder, {"update": update, "global_step": step} | row, args)
 
     write({})
-    while step + rollout_steps <= args.total_timesteps:
-        times = [time.perf_counter()]
+    while step + unit <= args.total_timesteps:
+        num_updates, rates = args.total_timesteps // unit, (args.learning_rate, args.final_learning_rate)
+        rate = vldac.cosine(step // unit, num_updates, *rates)
         for group in optimizer.param_groups:
-            rates = args.learning_rate, args.final_learning_rate
-            group["lr"] = vldac.cosine(step // rollout_steps, args.total_timesteps // rollout_steps, *rates)
+            group["lr"] = rate
         vldac.set_seed(vldac.training_seed(args.seed, 0, update))
+        times = [time.perf_counter()]
         episodes = collect(policy, players, args, update)
-        results = [player.result() for player in players]
         times.append(time.perf_counter())
         rollout = choose(policy, episodes, args)
         times.append(time.perf_counter())
         losses = vldac.update(policy, optimizer, rollout, args, False, loop_loss) if rollout else {}
         times.append(time.perf_counter())
-        everything = rollout_of([step for episode in episodes for step in episode], results)
+
+        results = []
         for player in players:
             player.finished = 1  # all episodes are whole
-        step, update = step + len(everything.steps), update + 1
-        row = vldac.make_row(policy, everything, players, losses, times, recent)
-        write(row | {"charts/learning_rate": optimizer.param_groups[0]["lr"]})
+            results.append(player.result())
+        all_steps = rollout_of([step for episode in episodes for step in episode], results)
+        step, update = step + len(all_steps.steps), update + 1
+        write(
+            {"charts/learning_rate": rate} | vldac.make_row(policy, all_steps, players, losses, times, recent)
+        )
     vldac.save_adapter(policy, folder / "adapter")
 
 
