@@ -140,7 +140,7 @@ def evaluate(args, given) -> tuple[dict, dict]:
     if given.policy == "model":
         policy, step = vldac.VLMPolicy(args), vldac.act
         if given.mode == "greedy":
-            policy.base.generation_config.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
+            policy.model.generation_config.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
     with tqdm(total=given.episodes, unit="episode", disable=not sys.stderr.isatty()) as bar:
         episodes = vldac.evaluate(policy, players, range(given.episodes), filmed(step, films, given.gif, bar))
     result = {"policy": given.policy, "mode": given.mode, "run": given.run, "model": args.model}
@@ -397,15 +397,18 @@ def parse(argv):
 def options_of(given, options) -> vldac.Args:
     """The options of the run, or those of vldac.py, and over them what was given."""
     if given.run:
-        parser = vldac.make_parser()
         try:
-            saved = vars(vldac.load_args(given.run))
+            saved = vldac.load_args(given.run)
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{given.run} is not the folder of a run: {error}") from None
-        parser.set_defaults(**saved | {"adapter": str(Path(given.run) / "adapter"), "split": "eval"})
-        args = vldac.Args(**vars(parser.parse_args(options)))
+        saved.split, saved.adapter = "eval", str(Path(given.run) / "adapter")
+        saved.num_steps = saved.minibatch_size = 1  # there is no update
+        if options[-2:] == ["--adapter", "none"]:
+            saved.adapter, options = None, options[:-2]
+        args = vldac.parse_args(options, saved=saved)
     else:
-        args = vldac.parse_args(["--split", "eval", *options])
+        no_update = ["--num_steps", "1", "--minibatch_size", "1"]
+        args = vldac.parse_args(["--split", "eval", *no_update, *options])
     if args.adapter == "none" or given.policy != "model":
         args.adapter = None
     if args.adapter and not Path(args.adapter, "adapter_config.json").exists():

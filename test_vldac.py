@@ -434,7 +434,7 @@ def generated(policy, prompts):
     """What generate() itself says: responses (B, R) and the scores it sampled them from (B, R, V)."""
     policy.eval()
     inputs = policy.inputs(prompts, *pad([[]] * len(prompts)))
-    out = policy.base.generate(**inputs, output_scores=True, return_dict_in_generate=True)
+    out = policy.model.generate(**inputs, output_scores=True, return_dict_in_generate=True)
     return out.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(out.scores, 1).float()
 
 
@@ -471,7 +471,7 @@ def test_every_token_but_placeholders_can_be_sampled_and_either_stop_id_ends_a_t
     for stop in policy.stop_ids.tolist():  # make one stop id likely: turns end with it, well before the limit
         bias = torch.zeros(scores.shape[2])
         bias[stop] = 50.0
-        head = policy.base.get_output_embeddings()
+        head = policy.model.get_output_embeddings()
         handle = head.register_forward_hook(lambda m, i, o, bias=bias: o + bias)
         tokens, mask = policy.sample(prompts)
         assert tokens[:, 0].tolist() == [stop] * 4 and mask.sum(1).tolist() == [1] * 4
@@ -524,7 +524,7 @@ def test_the_value_looks_at_the_prompt_alone(model_folder):
 def test_the_entropy_is_that_of_the_softmax(model_folder):
     policy = make_policy(model_folder())
     prompts = some_prompts(policy, [2])
-    V = policy.base.config.get_text_config().vocab_size
+    V = policy.model.config.get_text_config().vocab_size
     allowed = [i for i in range(V) if i not in policy.banned_ids]
     every = torch.cat([policy(prompts, *pad([[i]]))[0][0] for i in allowed])
     assert every.exp().sum().item() == pytest.approx(1, abs=1e-5)
@@ -545,18 +545,26 @@ def test_sampling_is_in_evaluation_mode(model_folder):
 # --------------------------------------------------------------------------------------------- the update
 
 
+def rollout_of(prompts, tokens, mask, rewards=None, dones=None, last_prompts=()) -> vldac.Rollout:
+    """A rollout of made-up steps."""
+    B = len(prompts)
+    rewards, dones = [0.0] * B if rewards is None else rewards, [False] * B if dones is None else dones
+    rows = zip(prompts, tokens, mask, rewards, dones, strict=True)
+    steps = [vldac.Step("", p, t, m, "", None, reward, done) for p, t, m, reward, done in rows]
+    return vldac.Rollout(steps, list(last_prompts), [])
+
+
 def make_rollout(policy, B=6, seed=0) -> vldac.Rollout:
     """A rollout of sampled responses of unequal lengths, with made-up advantages and returns."""
     torch.manual_seed(seed)
     prompts = some_prompts(policy, [1 + b % 3 for b in range(B)])
     tokens, mask = policy.sample(prompts)
     mask = mask * (torch.arange(tokens.shape[1]) < torch.arange(2, 2 + B)[:, None])
-    rollout = vldac.Rollout([], [], prompts, [], tokens, mask, torch.zeros(1, B), torch.zeros(1, B))
+    rollout = rollout_of(prompts, tokens, mask)
     rollout.logprobs, _ = vldac.score(policy, prompts, tokens, mask)
     with policy.vlm.disable_adapter():
         rollout.baselogprobs, _ = vldac.score(policy, prompts, tokens, mask)
     rollout.advantages, rollout.returns = torch.randn(2, B)
-    rollout.weights = mask
     return rollout
 
 
@@ -705,7 +713,7 @@ def test_bfloat16_computes_in_half_and_keeps_log_probabilities_values_and_adapte
 ):
     policy = make_policy(model_folder(family), dtype="bfloat16")
     rollout = make_rollout(policy)
-    assert policy.base.get_output_embeddings().weight.dtype == torch.bfloat16
+    assert policy.model.get_output_embeddings().weight.dtype == torch.bfloat16
     assert {p.dtype for p in [*lora(policy), *policy.value_head.parameters()]} == {torch.float32}
     assert not (rollout.logprobs == rollout.logprobs.bfloat16()).all()
     _, losses = updated(policy, rollout)
@@ -856,7 +864,8 @@ def test_collection_and_advantages_are_those_of_a_replay(model_folder, monkeypat
                     begin(n)
         V[T] = [value(n) for n in range(N)]
         R, V, D = map(torch.tensor, (R, V, D))
-        assert rollout.rewards.equal(R.float()) and rollout.dones.equal(D.float()) and 0 < D.sum() < T * N
+        assert [step.reward for step in rollout.steps] == R.flatten().tolist()
+        assert [step.done for step in rollout.steps] == D.flatten().tolist() and 0 < D.sum() < T * N
         A = gae_by_definition(R, V[:T], V[T], D, gamma, lam)
         normalised = (A - A.mean()) / (A.std() + 1e-8)
         torch.testing.assert_close(rollout.advantages, normalised.flatten().float(), atol=1e-4, rtol=1e-4)
@@ -1930,7 +1939,7 @@ def test_players_start_within_an_episode_reached_by_random_actions(model_folder)
     for player in players:
         player.random_start()
     assert [len(player.actions) for player in players][:2] == [0, 1]
-    assert all(0 <= len(player.actions) < 5 and player.finished == -1 for player in players)
+    assert all(0 <= len(player.actions) < 5 and player.uncounted == player.episode for player in players)
     assert {action for player in players for action in player.actions} == {"left", "right"}
 
 
@@ -1960,7 +1969,8 @@ def test_a_run_starts_from_an_adapter_that_opens_with_plain_peft(tmp_path, model
 def test_the_numbers_go_to_weights_and_biases_too(tmp_path, model_folder, monkeypatch):
     sent = []
     fake = types.ModuleType("wandb")
-    fake.init = lambda **options: sent.append(options)
+    fake.run = None
+    fake.init = lambda **options: sent.append(options) or setattr(fake, "run", 1)
     fake.Table = lambda columns, data: data
     fake.log = lambda row, step: sent.append((step, row))
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -2083,10 +2093,10 @@ def whole_run(tmp_path_factory, model_folder):
 @pytest.mark.parametrize(
     "trouble, status, words",
     [
-        ("raises", 1, r"lost its way\nsee it again: env.reset\(seed=\d+\), then env.step through \["),
+        ("raises", 1, r"lost its way\nto reproduce: env.reset\(seed=\d+\), then env.step through \["),
         ("hangs", 1, r"Timeout \(0:00:01\)!"),
         ("killed", -signal.SIGKILL, ""),
-        ("interrupted", 1, "stopped. To go on: python vldac.py --resume"),
+        ("interrupted", 1, "stopped; to go on: python vldac.py --resume"),
         ("disk_full", 1, "File too large|unexpected pos|write"),
         ("no_number", 2, "step must pay a finite number, not nan"),
         ("endless_reward", 1, "non-finite"),
@@ -2194,16 +2204,10 @@ def gradients_of_sixteen(model, file):
     rewards, dones = torch.tensor(rng.normal(size=(T, 16))).float(), torch.tensor(rng.random((T, 16)) < 0.3)
     mine = list(range(vldac.RANK * N, (vldac.RANK + 1) * N))
     rows = [16 * t + n for t in range(T) for n in mine]
-    rollout = vldac.Rollout(
-        steps=[],
-        episodes=[],
-        prompts=[prompts[row % 16] for row in rows],
-        last_prompts=[prompts[15 - n] for n in mine],
-        tokens=tokens[rows],
-        mask=mask[rows],
-        rewards=rewards[:, mine],
-        dones=dones[:, mine],
-    )
+    prompts_of_rows = [prompts[row % 16] for row in rows]
+    last_prompts = [prompts[15 - n] for n in mine]
+    paid, ended = rewards[:, mine].flatten().tolist(), dones[:, mine].flatten().tolist()
+    rollout = rollout_of(prompts_of_rows, tokens[rows], mask[rows], paid, ended, last_prompts)
     stats = vldac.compute_advantages(policy, rollout, args)
     optimizer = optimizer_of(policy, lr=1e-9)
     vldac.update(policy, optimizer, rollout, args, value_only=False)
@@ -2311,7 +2315,7 @@ WRONG = [
     ("--gam 1", "--gam"),
     ("--lerning_rate 1", "--lerning_rate"),
     ("NumberLine", "NumberLine"),
-    ("--gamma 1.5", "--gamma must be between 0 and 1, not 1.5"),
+    ("--gamma 1.5", "--gamma must be between 0 and 1"),
     ("--gamma nan", "--gamma must be between"),
     ("--learning_rate nan", "--learning_rate must be above 0"),
     ("--learning_rate 0", "--learning_rate must be above 0"),
@@ -2320,8 +2324,8 @@ WRONG = [
     ("--algo ppo", "invalid choice: 'ppo'"),
     ("--num_envs 0", "--num_envs must be at least 1"),
     ("--num_envs 1.5", "invalid int value: '1.5'"),
-    ("--minibatch_size 100", "num_envs * num_steps = 512 environment steps"),
-    ("--total_timesteps 5", "num_envs * num_steps = 512 environment steps"),
+    ("--minibatch_size 100", "512 must be a multiple of --minibatch_size"),
+    ("--total_timesteps 5", "at most --total_timesteps"),
     ("--track perhaps", "--track"),
     ("--kl_ref new", "invalid choice: 'new'"),
     ("--dtype float16", "invalid choice: 'float16'"),

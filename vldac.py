@@ -3,26 +3,28 @@
 VL-DAC (Vision-Language Decoupled Actor-Critic, Bredis et al., AAMAS 2026, arXiv 2508.04280) trains a
 vision-language model (VLM) to act. At environment step t the model sees a prompt s_t (images and text) and
 writes a response a_t, the tokens a_t^1 a_t^2 ...; the action parsed from it moves the environment, which pays
-the reward R_t. The levels are decoupled: the policy is optimised per token, the value is predicted once per
-environment step, and the value head's gradient stops at the backbone.
+the reward R_t. The losses work at different levels: the policy is optimised per token, the value is predicted
+once per environment step, and the value head's gradient stops at the backbone.
 
     L = L_policy + beta * L_KL + alpha * L_value                                                     (Eq. 6)
 
     L_policy  PPO's clip on every token; all tokens of step t share the advantage A_t                (Eq. 3)
     L_value   1/2 (V(s_t) - G_t)^2, where V(s_t) = MLP(stopgrad(h_t)), h_t is the last layer's hidden state at
               the last prompt token, A_t is GAE over environment steps, and G_t = A_t + V(s_t)       (Eq. 4)
-    L_KL      divergence from the model before training, or from the sampling policy                 (Eq. 5)
-    In the first `value_warmup` updates only the value head learns.
+    L_KL      divergence from the sampling policy (Eq. 5) or, the default, from the model before training
+    In the first `value_warmup` updates only the value head learns. There is no entropy bonus.
 
-Letters: N environments, T steps per rollout, B environment steps in a batch, P prompt length, R response
-length (both padded), V vocabulary, H hidden size. Tensors (T, N) and (B,) are per environment step, (B, R)
-per token. "Deviation n" marks where the code deviates from the paper or its released code, and says why.
+Letters: N environments, T steps per rollout, B environment steps (of a rollout or of a part of it), P prompt
+length, R response length (both padded), V vocabulary, H hidden size. Tensors (T, N) and (B,) are per
+environment step, (B, R) per token. "Deviation n" marks where the code differs from the paper or from its
+released code, and why. Without a GPU the model is a toy: a tiny VLM that assets/toy.py first teaches, by
+imitation, to see and to speak, so that one can watch the algorithm on a laptop.
 
     python vldac.py --env OneRoom                  Qwen2-VL-7B where there is a GPU, else a toy model
     python vldac.py --env NumberLine --model tiny  the toy on a card game, no OpenGL needed
     python vldac.py --algo rl4vlm                  the step-level loss it is compared with (appendix)
     python vldac.py --resume runs/NAME             go on after the last finished update
-    torchrun --nproc_per_node=4 vldac.py ...       the same training on four GPUs
+    torchrun --nproc_per_node=4 vldac.py ...       on four GPUs, with the same totals
 """
 
 import argparse
@@ -71,7 +73,7 @@ class Args:
     env: str = "OneRoom"  # a world of envs.py, or package.module:callable for your own
     model: str | None = None  # hub name, folder or "tiny", the toy; default: Qwen2-VL-7B with CUDA, else tiny
     adapter: str | None = None  # folder of a trained adapter to start from
-    split: Literal["train", "eval"] = "train"  # of the games or goals, in a world that has only so many
+    split: Literal["train", "eval"] = "train"  # which games or goals, in worlds that have a fixed set of them
     seed: int = 0
     device: str | None = None  # default: cuda where there is one, else cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the base model; auto: bfloat16 on a GPU
@@ -80,14 +82,16 @@ class Args:
     num_envs: int = 16
     num_steps: int = 32  # environment steps of each environment per update
     max_episode_steps: int | None = None  # default: the world's own limit
-    invalid_reward: float | None = None  # for a response without an admissible action; default: the world's
+    invalid_reward: float | None = None  # for a response without admissible action; default: the world's own
     num_images: int = 4  # newest frames in the prompt
     max_image_tokens: int = 256  # per frame, where the processor can be told
     temperature: float = 1.0
     max_new_tokens: int = 256
     # update
-    minibatch_size: int = 128  # environment steps per optimizer step
-    micro_batch_size: int = 8  # environment steps per forward pass; lower it when memory runs out
+    minibatch_size: int = 128  # environment steps per optimizer step, of all processes
+    micro_batch_size: int = (
+        8  # environment steps per forward pass of a process: lower it when memory runs out
+    )
     update_epochs: int = 2
     value_warmup: int = 2  # updates that train only the value head
     learning_rate: float = 5e-5
@@ -110,25 +114,31 @@ class Args:
     # the run
     eval_episodes: int = 0  # episodes on fixed seeds before the first and after the last update
     eval_every: int = 0  # updates between further evaluations (0: none); the best adapter is kept in best/
-    env_timeout: float = 600.0  # seconds one step of an environment may take
+    env_timeout: float = 600.0  # seconds a step or reset of an environment may take before the run is ended
     run_name: str | None = None
     runs_dir: str = "runs"
     resume: str | None = None  # the folder of a run to continue
     track: bool = False  # send the numbers to Weights & Biases too
 
 
-# What some worlds change in Args, and what the toy model changes; the command line wins over both.
+# What worlds change in Args, and what the toy does. The world wins over the toy, the command line over both.
 CARDS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0, "total_timesteps": 51_200}
-WORLDS = dict.fromkeys(["EZPoints", "Points24", "Blackjack"], CARDS)
-WORLDS |= {"NumberLine": CARDS | {"total_timesteps": 12_288}}
-WORLDS |= dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], {"num_images": 1})
+WORLDS = {
+    "NumberLine": CARDS | {"total_timesteps": 12_288},
+    "EZPoints": CARDS,
+    "Points24": CARDS,
+    "Blackjack": CARDS,
+    "ALFWorld": {"num_images": 1},
+    "ALFWorldThor": {"num_images": 1},
+    "WebShop": {"num_images": 1},
+}
 TOY = {
     "total_timesteps": 25_600,
     "num_images": 1,
     "max_image_tokens": 16,
     "max_new_tokens": 40,
     "micro_batch_size": 64,
-    "value_warmup": 4,  # 128 steps: the critic has met MiniWorld's time limit before the policy moves
+    "value_warmup": 4,  # 4 x 32 steps: the critic has met MiniWorld's time limit before the policy moves
     "learning_rate": 1e-3,
     "final_learning_rate": 2e-5,
     "value_hidden": [256, 256],
@@ -144,7 +154,7 @@ def build_prompt(observations, actions, task, taken, left) -> list[dict]:
 
     observations  the last k observation dicts ("image", "text"), oldest first; the newest text is shown
     actions       the admissible actions
-    taken, left   numbers of actions
+    taken, left   how many actions were taken, and how many are left
 
     >>> [turn] = build_prompt([{"image": None, "text": "It is dark."}], ["go", "wait"], "leave", 2, 8)
     >>> [part["type"] for part in turn["content"]]
@@ -179,25 +189,24 @@ SEARCH = re.compile(r"search\[[^\[\]]{1,100}\]")
 def parse_action(text: str, actions) -> str | None:
     """The admissible action a response names, or None. Never evaluates, guesses or raises.
 
-    The last "action" key counts. Its JSON string or number must equal an action: exactly, or as the only one
-    when case and outer spaces are ignored. Where "search[...]" is offered, so is any short search[words].
+    The last "action" key counts. The JSON string or number after it must equal an action: exactly, or one
+    action alone when case and outer spaces are ignored. "search[...]" stands for any short search[words].
 
     >>> parse_action('{"thoughts": "it is close", "action": "Move forward "}', ["turn left", "move forward"])
     'move forward'
     >>> parse_action('{"action": 10}', ["1", "10"]), parse_action("move forward", ["move forward"])
     ('10', None)
     """
-    start = None
-    for key in ACTION_KEY.finditer(text):
-        start = key.end()
-    if start is None:
+    keys = list(ACTION_KEY.finditer(text))
+    if not keys:
         return None
+    start = keys[-1].end()
     number = NUMBER.match(text, start)
     if number:
         value = number.group()  # compared as text: the action 10 is neither 10.0 nor 1e1
     elif text.startswith('"', start):
         try:
-            value, _ = json.JSONDecoder(strict=False).raw_decode(text, start)
+            value, _ = json.JSONDecoder(strict=False).raw_decode(text, start)  # with line breaks
         except ValueError:
             return None
     else:
@@ -276,15 +285,15 @@ def value_loss(values, returns):
     >>> value_loss(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
     tensor(1.)
     """
-    # Deviation 4: with the paper's 1/2 and no value clipping; the released code has it the other way round.
+    # Deviation 4: the paper's 1/2 and no value clipping. The released code clips and has no 1/2.
     return 0.5 * (values - returns).pow(2).mean()
 
 
 def kl_loss(newlogprobs, logprobs, mask):
     """D_KL(new || old) in nats per token, from tokens the old policy sampled (Eq. 5): r log r - (r - 1).
 
-    newlogprobs, logprobs, mask  (B, R) as in policy_loss. Unbiased, never negative, and its gradient is the
-    divergence's own.
+    newlogprobs, logprobs, mask  (B, R) as in policy_loss; r = new / old. Never negative, and in expectation
+    value and gradient are the divergence's.
 
     >>> kl_loss(torch.full((1, 1), math.log(2.0)), torch.zeros(1, 1), torch.ones(1, 1))  # 2 log 2 - 1
     tensor(0.3863)
@@ -297,35 +306,35 @@ def kl_base(newlogprobs, baselogprobs, mask):
     """Divergence from the model before training, nats per token: exp(d) - d - 1, d = log base - log new.
 
     newlogprobs, baselogprobs, mask  (B, R). On tokens sampled from `new`, its value estimates
-    D_KL(new || base) and its gradient is that of D_KL(base || new): it keeps alive what the base could say.
+    D_KL(new || base) and its gradient is that of D_KL(base || new): no response of the base's is unlearned.
     The base is the model without its adapter, also in a run that started from a trained adapter.
     Source: Schulman's estimator k3, as in the released code.
 
     >>> kl_base(torch.zeros(1, 1), torch.full((1, 1), math.log(2.0)), torch.ones(1, 1))  # 2 - log 2 - 1
     tensor(0.3069)
     """
-    # Deviation 5: the default reference is the model before training, as in the released code. Eq. 5 has the
-    # sampling policy, which has no gradient in the first minibatch and remembers nothing of the start.
+    # Deviation 5: this is the default, as in the released code. The paper prints Eq. 5: its gradient is zero
+    # in the first minibatch, and it ties the policy only to that of one update ago.
     d = (baselogprobs - newlogprobs).masked_fill(mask == 0, 0)
     return step_mean(d.exp() - d - 1, mask)
 
 
 # --------------------------------------------------------------------------------------------- the policy
 
-# Deviation 6: LoRA on the linear layers of the language model only, in every supported family. The released
-# code's names also match parts of some vision towers.
+# Deviation 6: LoRA on the linear layers of the language model only, in every supported family (Qwen2-VL,
+# 2.5 and 3, Gemma 3, SmolVLM). The released code's names also match parts of some vision towers.
 LORA_TARGETS = (
     r"(model\.)?(language_model|text_model)\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 )
 
 
 def load_processor(path, max_image_tokens):
-    """The processor (chat template, tokenizer, images) of a model, a frame bounded to max_image_tokens."""
+    """A model's processor: chat template, tokenizer, images (Qwen's of at most max_image_tokens)."""
     cls = transformers.models.auto.processing_auto.PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path))]
-    video = [None] * ("video_processor" in cls.get_attributes())
+    has_video = "video_processor" in cls.get_attributes()
 
-    class ImageProcessor(cls):
-        """Without the video part, which alone would need torchvision."""
+    class WithoutVideo(cls):
+        """AutoProcessor would load a video processor too, which needs torchvision."""
 
         video_processor = types.SimpleNamespace(num_frames=None, fps=None)  # SmolVLM's chat template reads it
 
@@ -335,12 +344,13 @@ def load_processor(path, max_image_tokens):
 
         @classmethod
         def from_args_and_dict(cls, args, processor_dict, **kwargs):
-            return super().from_args_and_dict([*args, *video], processor_dict, **kwargs)
+            args = [*args, None] if has_video else args
+            return super().from_args_and_dict(args, processor_dict, **kwargs)
 
-    ImageProcessor.__name__ = cls.__name__
-    processor = ImageProcessor.from_pretrained(path)
+    WithoutVideo.__name__ = cls.__name__  # the name is looked up in the processor's configuration
+    processor = WithoutVideo.from_pretrained(path)
     images = processor.image_processor
-    if hasattr(images, "merge_size"):  # Qwen: a token is merge_size x merge_size patches
+    if hasattr(images, "merge_size"):  # Qwen: a token is merge_size x merge_size patches; "edges" are areas
         pixels = (images.patch_size * images.merge_size) ** 2
         smallest = min(images.size["shortest_edge"], pixels * max_image_tokens)
         images.size = {"shortest_edge": smallest, "longest_edge": pixels * max_image_tokens}
@@ -353,7 +363,7 @@ def load_processor(path, max_image_tokens):
 class VLMPolicy(nn.Module):
     """A VLM with LoRA on its language model, and a value head on the last prompt token's hidden state.
 
-    `sample` and `forward` share prompts, masks, temperature and banned tokens, so the two cannot diverge.
+    `sample` and `forward` have the same inputs, masks, temperature and banned tokens.
     """
 
     def __init__(self, args: Args):
@@ -361,51 +371,52 @@ class VLMPolicy(nn.Module):
         self.args = args
         self.processor = load_processor(args.model, args.max_image_tokens)
         self.tokenizer = self.processor.tokenizer
-        model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+        vlm = AutoModelForImageTextToText.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
         if args.adapter:
-            self.vlm = PeftModel.from_pretrained(model, args.adapter, is_trainable=True)
+            self.vlm = PeftModel.from_pretrained(vlm, args.adapter, is_trainable=True)
         else:
             lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=LORA_TARGETS)
-            self.vlm = get_peft_model(model, lora)
-        self.base = self.vlm.get_base_model()  # the same model, adapters inside, without PEFT's wrapper
-        for module in self.base.modules():
-            # Deviation 7: no dropout. With it the ratio is not 1 before anything has been learned.
+            self.vlm = get_peft_model(vlm, lora)  # frozen, but for the adapters, which are fp32
+        self.model = self.vlm.get_base_model()  # the same VLM with its adapters, without PEFT's wrapper
+        for module in self.model.modules():
+            # Deviation 7: no dropout, or the ratio would not be 1 before anything is learned.
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if isinstance(module, BaseTunerLayer):
-                module.cast_input_dtype_enabled = False  # autocast does it, and keeps no fp32 copy of inputs
+            if isinstance(module, BaseTunerLayer):  # LoRA under autocast needs no fp32 copy of its input
+                module.cast_input_dtype_enabled = False
         if args.gradient_checkpointing:
-            self.base.activation_checkpointing_enable()
-        text_config = self.base.config.get_text_config()
+            self.model.activation_checkpointing_enable()
+        text_config = self.model.config.get_text_config()
         if getattr(text_config, "final_logit_softcapping", None):
             raise ValueError(f"{args.model} caps its logits, which `forward` does not")
 
         # Deviation 8: the value head is fp32. The released one is fp16, too coarse for small errors.
-        size, layers = text_config.hidden_size, []
+        layers = []
+        size = text_config.hidden_size
         for next_size in args.value_hidden:
             layers += [nn.Linear(size, next_size), nn.ReLU()]
             size = next_size
         self.value_head = nn.Sequential(*layers, nn.Linear(size, 1))
-
         self.to(args.device)
-        device = torch.device(args.device).type
-        self.autocast = torch.autocast(device, torch.bfloat16, enabled=args.dtype == "bfloat16")
+        bf16 = args.dtype == "bfloat16"
+        self.autocast = torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=bf16)
 
         # A turn ends at the checkpoint's stop ids or the tokenizer's: Gemma 3's own is only among the former.
-        stop = self.base.generation_config.eos_token_id
-        stop = {*(stop if isinstance(stop, list) else [stop]), self.tokenizer.eos_token_id}
-        self.stop_ids = torch.tensor(sorted(stop - {None}), device=args.device)
-        # A sampled placeholder would ask the next forward pass for an image that is not there.
+        stop_ids = self.model.generation_config.eos_token_id
+        stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
+        stop_ids = {*stop_ids, self.tokenizer.eos_token_id} - {None}
+        self.stop_ids = torch.tensor(sorted(stop_ids), device=args.device)
+        # A sampled image placeholder would ask the next forward pass for an image that is not there.
         names = ("image_token_id", "image_token_index", "video_token_id")
-        self.banned_ids = sorted({getattr(self.base.config, name, None) for name in names} - {None})
+        self.banned_ids = sorted({getattr(self.model.config, name, None) for name in names} - {None})
         self.pad_id = self.tokenizer.pad_token_id
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         self.special_tokens = re.compile("|".join(map(re.escape, special)))
 
-        # Deviation 9: sampled at temperature 1 from the whole vocabulary. The released code sets top_k 1,
-        # which is argmax: nothing is explored, and PPO's ratio is not that of the policy that acted. The
-        # hub's configuration does so too, and fills in what is left unset: it is replaced as a whole.
-        self.base.generation_config = GenerationConfig(
+        # Deviation 9: sampled at temperature 1 from the whole vocabulary. The released code has top_k 1, that
+        # is, argmax: nothing is explored, and PPO's ratio is not that of the policy that acted. The hub's
+        # configuration has it too, and is replaced as a whole.
+        self.model.generation_config = GenerationConfig(
             do_sample=True,
             temperature=args.temperature,
             top_k=0,
@@ -418,7 +429,8 @@ class VLMPolicy(nn.Module):
     def encode(self, messages, frames) -> dict:
         """A prompt as the model's inputs, on the CPU: ids and mask (1, P), the pixels of its frames."""
         part = messages[-1]["content"][-1]
-        part["text"] = self.special_tokens.sub(" ", part["text"])  # no world can write the chat format
+        # A page in the world may show special tokens: they must not become the chat format.
+        part["text"] = self.special_tokens.sub(" ", part["text"])
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         images = [Image.fromarray(frame) for frame in frames]
         return dict(self.processor(text=[text], images=[images], return_tensors="pt"))
@@ -429,19 +441,18 @@ class VLMPolicy(nn.Module):
         Prompts are padded on the left and responses on the right, so that all responses start in column P.
         """
         response = {"input_ids": tokens, "attention_mask": mask}
+        images_dim = 1 if "pixel_attention_mask" in prompts[0] else 0  # SmolVLM's pixels: (1, images, ...)
         inputs = {}
         for key in prompts[0]:
             parts = [prompt[key] for prompt in prompts]
-            if any(len(part) > 1 for part in parts):  # an entry per image or patch: one after another
-                inputs[key] = torch.cat(parts).to(self.args.device)
-                continue
-            rows = [part[0] for part in parts]
-            pad = self.pad_id if key == "input_ids" else 0
-            x = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
-            x = x.to(self.args.device)
-            if rows[0].shape == prompts[0]["input_ids"][0].shape:  # an entry per token; 0 is the type of text
-                x = torch.cat([x, response.get(key, torch.zeros_like(tokens))], dim=1)  # (B, P + R)
-            inputs[key] = x
+            if parts[0].shape == prompts[0]["input_ids"].shape:  # an entry per token
+                rows = [part[0] for part in parts]
+                pad = self.pad_id if key == "input_ids" else 0
+                x = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")  # (B, P)
+                after = response.get(key, torch.zeros_like(tokens))  # token types, for instance: 0 is text
+                inputs[key] = torch.cat([x.to(tokens.device), after], dim=1)  # (B, P + R)
+            else:  # all images (or their patches, or their sizes), one after another
+                inputs[key] = torch.cat(parts, dim=images_dim).to(tokens.device)
         return inputs
 
     @torch.no_grad()
@@ -451,13 +462,13 @@ class VLMPolicy(nn.Module):
         nothing = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.args.device)
         inputs = self.inputs(prompts, nothing, nothing)
         with self.autocast:
-            output = self.base.generate(**inputs)
+            output = self.model.generate(**inputs)
         tokens = output[:, inputs["input_ids"].shape[1] :]
         missing = self.args.max_new_tokens - tokens.shape[1]
         tokens = nn.functional.pad(tokens, (0, missing), value=self.pad_id)  # (B, max_new_tokens)
         stops = torch.isin(tokens, self.stop_ids).long()
-        mask = stops.cumsum(1) - stops == 0  # no stop id before this token
-        return tokens, mask.long()
+        stops_before = stops.cumsum(1) - stops  # (B, R), in the columns to the left
+        return tokens, (stops_before == 0).long()
 
     def decode(self, tokens, mask) -> list[str]:
         """The texts of B responses, without their stop ids: (B, R), (B, R) -> B."""
@@ -469,14 +480,15 @@ class VLMPolicy(nn.Module):
 
         prompts       B of them, from `encode`
         tokens, mask  (B, R); R may be 0 if only values are wanted
-        Returns logprobs (B, R) in nats; values (B,); entropy (B, R) in nats, no gradient; 0 where masked.
+        Returns logprobs (B, R) in nats, values (B,), and entropy (B, R) in nats without gradient, the first
+        and the last 0 where masked. (The model finds the positions of left-padded tokens by the mask.)
         """
         R = tokens.shape[1]
         with self.autocast:
-            hidden = self.base.model(**self.inputs(prompts, tokens, mask), use_cache=False).last_hidden_state
+            hidden = self.model.model(**self.inputs(prompts, tokens, mask), use_cache=False).last_hidden_state
             hidden = hidden[:, -R - 1 :]  # (B, 1 + R, H): the last prompt token, then the response
-            head = self.base.get_output_embeddings()
-            logits = head(hidden[:, :-1])  # (B, R, V), each from the token before
+            lm_head = self.model.get_output_embeddings()
+            logits = lm_head(hidden[:, :-1])  # (B, R, V), each from the token before
         # Deviation 10: log-probabilities in fp32. In bfloat16 their rounding is a third of the clip range.
         logits = logits.float() / self.args.temperature
         logits[..., self.banned_ids] = -torch.inf
@@ -486,7 +498,7 @@ class VLMPolicy(nn.Module):
         state = hidden[:, 0].float()  # (B, H)
         if self.args.stop_grad:
             state = state.detach()  # Eq. 4
-        values = self.value_head(state)[:, 0]
+        values = self.value_head(state)[:, 0]  # in fp32, outside autocast
         return logprobs.masked_fill(mask == 0, 0), values, entropy.masked_fill(mask == 0, 0)
 
 
@@ -505,10 +517,16 @@ def gather(items: list) -> list:
     return [item for part in parts for item in part]
 
 
+def say(text):
+    """Print a line, above the progress bar; one process speaks."""
+    if RANK == 0:
+        tqdm.write(text)
+
+
 def average_gradients(policy):
     """The mean over processes, whose minibatches are equally large: the gradient of the whole minibatch."""
-    for parameter in policy.parameters():
-        if WORLD_SIZE > 1 and parameter.grad is not None:  # LoRA has none while the value head warms up
+    for parameter in policy.parameters() if WORLD_SIZE > 1 else ():
+        if parameter.grad is not None:  # LoRA has none while the value head warms up
             dist.all_reduce(parameter.grad)
             parameter.grad /= WORLD_SIZE
 
@@ -526,17 +544,17 @@ class Player:
 
     def __init__(self, args: Args, index=0):
         self.args, self.index = args, index
-        self.episode = 0  # number of the next training episode
-        self.finished = -1  # training episodes that ended, not counting the first, which begins at random
+        self.episode = 0  # training episodes that were begun
+        self.uncounted = 0  # of these the first ones, which began at random: they are in no statistic
         limits = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
         self.env = envs.make_env(args.env, split=args.split, **limits)
 
     def reset(self, seed):
-        """Begin the episode of this seed: an episode is a function of its seed and actions."""
+        """Begin the episode of this seed: an episode is a function of its seed and its actions."""
         self.seed, self.actions, self.total = seed, [], 0.0
-        with self.replayable():
+        with self.watched():
             observation, self.info = self.env.reset(seed=seed)
-        self.task = self.info["task"]
+        self.task = self.info["task"]  # in later infos there need be none
         self.observations = deque([observation], maxlen=self.args.num_images)
 
     def next_episode(self):
@@ -544,15 +562,17 @@ class Player:
         self.episode += 1
 
     def random_start(self):
-        """Begin training within an episode, reached by random actions; it is in no statistic."""
-        # Deviation 11: players start spread over an episode. In step, all would time out in one rollout and
-        # none in the next three: there, the critic's noise would be all there is to normalise and to follow.
+        """Begin training somewhere within an episode, reached by random actions."""
+        # Deviation 11: players start spread over an episode. Else all time-outs fall into one rollout, and in
+        # the others the advantages are the critic's noise, at full strength after normalisation.
         self.next_episode()
         rng = random.Random(self.seed)
-        for _ in range(self.index * self.info["left"] // self.args.num_envs):
+        steps = self.index * self.info["left"] // self.args.num_envs
+        for _ in range(steps):
             _, done = self.step(rng.choice(self.info["actions"]))
             if done:
                 self.next_episode()
+        self.uncounted = self.episode
 
     def prompt(self):
         """(messages, frames) for VLMPolicy.encode."""
@@ -563,10 +583,10 @@ class Player:
 
     def step(self, action: str | None):
         """Play a parsed action, None if there was none. Returns reward and done."""
-        # Deviation 12: a response that does not parse does nothing and costs its step. The released code
-        # plays a random action and then reinforces the unparsable tokens for what that action brought.
+        # Deviation 12: a response that does not parse ("" for the world) does nothing and costs its step. The
+        # released code plays a random action, and reinforces the response for what that action brought.
         self.actions.append(action or "")
-        with self.replayable():
+        with self.watched():
             observation, reward, terminated, truncated, self.info = self.env.step(self.actions[-1])
         self.observations.append(observation)
         self.total += float(reward)
@@ -575,22 +595,24 @@ class Player:
         return float(reward), bool(terminated or truncated)
 
     def result(self) -> dict:
-        """What is kept of an episode that has ended."""
-        success = bool(self.info.get("success", self.total > 0))
-        return {"seed": self.seed, "success": success, "return": self.total, "length": len(self.actions)}
+        """What is kept of an episode that has ended; a world without a success flag has a return only."""
+        flagged = "success" in self.info
+        success = bool(self.info["success"]) if flagged else self.total > 0
+        episode = {"seed": self.seed, "success": success, "flagged": flagged}
+        return episode | {"return": self.total, "length": len(self.actions)}
 
     def describe(self, method) -> str | None:
         """The world's "caption" or "hint", if it has such a method; no agent is shown either."""
         return self.env.get_wrapper_attr(method)() if self.env.has_wrapper_attr(method) else None
 
     @contextlib.contextmanager
-    def replayable(self):
-        """A world that raises: the note says how to see it again. A world that hangs: the run ends."""
+    def watched(self):
+        """If the environment raises, a note says how to reproduce it. If it hangs, the run ends."""
         faulthandler.dump_traceback_later(self.args.env_timeout, exit=True, file=sys.__stderr__)
         try:
             yield
         except Exception as error:
-            error.add_note(f"see it again: env.reset(seed={self.seed}), then env.step through {self.actions}")
+            error.add_note(f"to reproduce: env.reset(seed={self.seed}), then env.step through {self.actions}")
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -602,7 +624,7 @@ class Step:
 
     question: str  # the prompt's text
     prompt: dict  # the same, encoded
-    tokens: torch.Tensor  # (R,)
+    tokens: torch.Tensor  # (R,) the response
     mask: torch.Tensor  # (R,)
     response: str
     action: str | None  # None if the response did not parse
@@ -613,36 +635,41 @@ class Step:
 def act(policy, players) -> list[Step]:
     """The next step of every player."""
     # Deviation 14: all environments share each forward pass; the released code plays one at a time.
-    asked = [player.prompt() for player in players]
-    prompts = [policy.encode(messages, frames) for messages, frames in asked]
+    questions, prompts = [], []
+    for player in players:
+        messages, frames = player.prompt()
+        prompts.append(policy.encode(messages, frames))
+        questions.append(messages[-1]["content"][-1]["text"])
     tokens, mask = policy.sample(prompts)
+    responses = policy.decode(tokens, mask)
+
     steps = []
-    for i, response in enumerate(policy.decode(tokens, mask)):
-        question = asked[i][0][-1]["content"][-1]["text"]
-        action = parse_action(response, players[i].info["actions"])
-        reward, done = players[i].step(action)
-        steps.append(Step(question, prompts[i], tokens[i], mask[i], response, action, reward, done))
+    for i, player in enumerate(players):
+        action = parse_action(responses[i], player.info["actions"])
+        reward, done = player.step(action)
+        steps.append(Step(questions[i], prompts[i], tokens[i], mask[i], responses[i], action, reward, done))
     return steps
 
 
-@dataclass
 class Rollout:
-    """B = T * N environment steps in the order of time, and what the update needs of them."""
+    """B = T * N environment steps, in the order of time, and what the update needs of them.
 
-    steps: list[Step]  # B
-    episodes: list[dict]  # that ended meanwhile and count
-    prompts: list[dict]  # B, encoded
-    last_prompts: list[dict]  # N, what the players see after the last step
-    tokens: torch.Tensor  # (B, R)
-    mask: torch.Tensor  # (B, R)
-    rewards: torch.Tensor  # (T, N)
-    dones: torch.Tensor  # (T, N)
-    # What follows is computed after the collection.
-    logprobs: torch.Tensor | None = None  # (B, R) under the policy that sampled
-    baselogprobs: torch.Tensor | None = None  # (B, R) under the model before training
-    advantages: torch.Tensor | None = None  # (B,) normalised
-    returns: torch.Tensor | None = None  # (B,)
-    weights: torch.Tensor | None = None  # (B, R) of tokens in the policy loss: the mask, but in a comparison
+    steps         B of them
+    last_prompts  N, what the players see after the last step
+    episodes      results of the episodes that ended meanwhile
+    """
+
+    def __init__(self, steps: list[Step], last_prompts: list[dict], episodes: list[dict]):
+        self.steps, self.last_prompts, self.episodes = steps, last_prompts, episodes
+        self.prompts = [step.prompt for step in steps]
+        self.tokens = torch.stack([step.tokens for step in steps])  # (B, R)
+        self.mask = torch.stack([step.mask for step in steps])  # (B, R)
+        self.weights = self.mask  # (B, R) of tokens in the policy loss; other weights only in comparisons
+        # compute_advantages adds:
+        self.logprobs = None  # (B, R) under the policy that sampled
+        self.baselogprobs = None  # (B, R) under the model before training
+        self.advantages = None  # (B,) normalised
+        self.returns = None  # (B,)
 
 
 def collect(policy, players, args: Args) -> Rollout:
@@ -652,39 +679,27 @@ def collect(policy, players, args: Args) -> Rollout:
         for player, step in zip(players, act(policy, players), strict=True):
             steps.append(step)
             if step.done:
-                player.finished += 1
-                if player.finished > 0:
+                if player.episode > player.uncounted:
                     episodes.append(player.result())
                 player.next_episode()
-
-    T, N = args.num_steps, len(players)
-    rewards = torch.tensor([step.reward for step in steps], device=args.device)
-    dones = torch.tensor([float(step.done) for step in steps], device=args.device)
-    return Rollout(
-        steps=steps,
-        episodes=episodes,
-        prompts=[step.prompt for step in steps],
-        last_prompts=[policy.encode(*player.prompt()) for player in players],
-        tokens=torch.stack([step.tokens for step in steps]),
-        mask=torch.stack([step.mask for step in steps]),
-        rewards=rewards.view(T, N),
-        dones=dones.view(T, N),
-    )
+    last_prompts = [policy.encode(*player.prompt()) for player in players]
+    return Rollout(steps, last_prompts, episodes)
 
 
 # ----------------------------------------------------------------------------------------- the advantages
 
 
 def micro_batches(rows, mask, size):
-    """`rows` of a batch, `size` at a time and of similar lengths, which saves padding; and their R."""
-    lengths = mask[rows].sum(1).cpu()
-    for part in rows[lengths.argsort()].split(size):
-        yield part, int(mask[part].sum(1).max())
+    """Yields `rows`, `size` at a time and of similar lengths, which saves padding; and their longest R."""
+    lengths = mask.sum(1).cpu()
+    rows = rows[lengths[rows].argsort()]
+    for part in rows.split(size):
+        yield part, int(lengths[part].max())
 
 
 @torch.no_grad()
 def score(policy, prompts, tokens, mask):
-    """Log-probabilities (B, R) and values (B,) under the policy as it is now."""
+    """Log-probabilities (B, R) of responses and values (B,) of prompts, under the policy as it is now."""
     policy.eval()
     logprobs = torch.zeros(mask.shape, device=mask.device)
     values = torch.zeros(len(mask), device=mask.device)
@@ -695,24 +710,25 @@ def score(policy, prompts, tokens, mask):
 
 
 def compute_advantages(policy, rollout: Rollout, args: Args) -> dict[str, float | None]:
-    """Fill in the rollout's log-probabilities, advantages and returns. Returns statistics for the log."""
+    """Add log-probabilities, advantages and returns to a rollout. Returns statistics for the log."""
     # Old log-probabilities and values come from a forward pass like the one that is trained, before the first
-    # epoch: the first minibatch has ratio 1, as losses/ratio_first in the log shows.
+    # epoch. So the first minibatch has ratio 1: its distance from 1 is logged as losses/ratio_first.
     rollout.logprobs, values = score(policy, rollout.prompts, rollout.tokens, rollout.mask)
     with policy.vlm.disable_adapter():
         rollout.baselogprobs, _ = score(policy, rollout.prompts, rollout.tokens, rollout.mask)
-    nothing = rollout.mask[: len(rollout.last_prompts), :0]  # (N, 0): no response, only the value is wanted
-    _, last_values = score(policy, rollout.last_prompts, nothing, nothing)
+    N = len(rollout.last_prompts)
+    no_response = torch.zeros(N, 0, dtype=torch.long, device=args.device)
+    _, last_values = score(policy, rollout.last_prompts, no_response, no_response)
 
-    rewards, dones = rollout.rewards, rollout.dones  # (T, N)
-    values = values.view(rewards.shape)  # (T, N)
+    values = values.view(-1, N)  # (T, N)
+    rewards = torch.tensor([step.reward for step in rollout.steps]).view(-1, N).to(values)  # (T, N)
+    dones = torch.tensor([step.done for step in rollout.steps]).view(-1, N).to(values)  # (T, N)
     advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)
-    rollout.returns = returns.flatten()  # (B,), from the advantages as they are
+    rollout.returns = returns.flatten()  # (B,)
 
-    everyone = torch.cat(gather([advantages.cpu()]))  # the advantages in all processes
-    mean, std = everyone.mean().item(), everyone.std().item()
-    rollout.advantages = (advantages.flatten() - mean) / (std + 1e-8)
-    rollout.weights = rollout.mask
+    all_advantages = torch.cat(gather([advantages.cpu()]))  # of all processes
+    mean, std = all_advantages.mean().item(), all_advantages.std().item()
+    rollout.advantages = (advantages.flatten() - mean) / (std + 1e-8)  # (B,)
 
     variance = returns.var().item()
     unexplained = (returns - values).var().item()
@@ -726,21 +742,21 @@ def compute_advantages(policy, rollout: Rollout, args: Args) -> dict[str, float 
 # --------------------------------------------------------------------------------------------- the update
 
 
-def update(policy, optimizer, rollout: Rollout, args: Args, value_only, surrogate=policy_loss):
-    """`update_epochs` passes over a rollout (Eq. 6). Returns the means of the losses and of their health.
+def update(policy, optimizer, rollout: Rollout, args: Args, value_only=False, surrogate=policy_loss):
+    """`update_epochs` passes over a rollout (Eq. 6). Returns means of the losses and diagnostics.
 
     value_only  train the value head alone (warm-up)
     surrogate   the policy loss: Eq. 3, or in a comparison another function of the same arguments
     """
-    policy.train()  # for gradient checkpointing; there is no dropout
+    policy.train()  # for gradient checkpointing
     B = len(rollout.prompts)
-    minibatches = math.ceil(B * WORLD_SIZE / args.minibatch_size)
-    ratio_first = 0.0
+    num_minibatches = math.ceil(B * WORLD_SIZE / args.minibatch_size)
+    lora, value_head = (group["params"] for group in optimizer.param_groups)
     stats, sizes = [], []  # per micro-batch: the losses, and of how many steps
-    parameters = {group["name"]: group["params"] for group in optimizer.param_groups}
-    norms = {name: [] for name in parameters}  # of the gradients, per minibatch
+    norms = []  # per minibatch: of LoRA's gradient and of the value head's
+    ratio_first = 0.0
     for _ in range(args.update_epochs):
-        for minibatch in torch.randperm(B).chunk(minibatches):
+        for minibatch in torch.randperm(B).chunk(num_minibatches):
             optimizer.zero_grad()
             for rows, R in micro_batches(minibatch, rollout.mask, args.micro_batch_size):
                 prompts = [rollout.prompts[i] for i in rows]
@@ -753,14 +769,17 @@ def update(policy, optimizer, rollout: Rollout, args: Args, value_only, surrogat
                 v_loss = value_loss(values, rollout.returns[rows])  # Eq. 4
                 kl_old = kl_loss(newlogprobs, logprobs, mask)  # Eq. 5
                 kl = kl_old if args.kl_ref == "old" else kl_base(newlogprobs, baselogprobs, mask)
-                loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss  # Eq. 6
                 if value_only:
                     loss = args.vf_coef * v_loss
+                else:
+                    loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss  # Eq. 6
                 (loss * len(rows) / len(minibatch)).backward()
 
                 with torch.no_grad():
                     logratio = newlogprobs - logprobs
                     ratio = logratio.exp()
+                    if not norms:  # still the first minibatch
+                        ratio_first = max(ratio_first, (ratio - 1).abs().max().item())
                     clipped = ((ratio - 1).abs() > args.clip_coef).float()
                     row = {
                         "policy_loss": pg_loss,
@@ -770,24 +789,22 @@ def update(policy, optimizer, rollout: Rollout, args: Args, value_only, surrogat
                         "clipfrac": step_mean(clipped, mask),
                         "entropy": step_mean(entropy, mask),
                     }
-                    if not norms["lora"]:  # the first minibatch: nothing has been learned yet
-                        ratio_first = max(ratio_first, (ratio - 1).abs().max().item())
-                stats.append({name: x.item() for name, x in row.items()})
+                stats.append([x.item() for x in row.values()])
                 sizes.append(len(rows))
 
             if value_only:
-                policy.vlm.zero_grad()  # without stop_grad, the value loss has reached LoRA
+                policy.vlm.zero_grad()  # with --stop_grad false, the value loss has reached LoRA
             average_gradients(policy)
             # Deviation 15: LoRA and the value head are clipped separately. One norm over both would couple
             # them: a large value gradient would shrink the policy's step.
             # Deviation 16: NaN or infinity ends the run before it touches a weight; the released one goes on.
-            for name, params in parameters.items():
-                norm = nn.utils.clip_grad_norm_(params, args.max_grad_norm, error_if_nonfinite=True)
-                norms[name].append(norm.item())
+            norm_lora = nn.utils.clip_grad_norm_(lora, args.max_grad_norm, error_if_nonfinite=True)
+            norm_value = nn.utils.clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
+            norms.append([norm_lora.item(), norm_value.item()])
             optimizer.step()
 
-    means = {name: np.average([row[name] for row in stats], weights=sizes).item() for name in stats[0]}
-    means |= {f"grad_norm_{name}": np.mean(norms[name]).item() for name in norms}
+    means = dict(zip(row, np.average(stats, axis=0, weights=sizes).tolist(), strict=True))
+    means["grad_norm_lora"], means["grad_norm_value"] = np.mean(norms, axis=0).tolist()
     return means | {"ratio_first": ratio_first}
 
 
@@ -806,72 +823,77 @@ def cosine(update, num_updates, start, end) -> float:
 
 
 def make_optimizer(policy, args: Args):
-    """Adam over two groups, LoRA and the value head, which are clipped separately."""
+    """Adam over two groups of parameters, LoRA and the value head."""
     lora = [p for p in policy.vlm.parameters() if p.requires_grad]
     head = list(policy.value_head.parameters())
-    groups = [{"name": "lora", "params": lora}, {"name": "value", "params": head}]
-    return torch.optim.Adam(groups, lr=args.learning_rate, eps=1e-7, fused=True)
+    groups = [{"params": lora}, {"params": head}]
+    return torch.optim.Adam(
+        groups, lr=args.learning_rate, eps=1e-7, fused=True
+    )  # eps as in the released code
 
 
 def train(args: Args, folder: Path):
     """A whole training. Writes log.jsonl, checkpoint.pt, best/ and adapter/ into the run's folder."""
     N = args.num_envs // WORLD_SIZE  # players of this process
     players = [Player(args, RANK * N + n) for n in range(N)]
-    held_out = dataclasses.replace(args, split="eval")
-    evaluators = [Player(held_out) for _ in range(min(N, args.eval_episodes))]
-    set_seed(args.seed)
+    eval_args = dataclasses.replace(args, split="eval")
+    eval_players = [Player(eval_args) for _ in range(min(N, args.eval_episodes))]
+    set_seed(args.seed)  # so that all processes begin with the same weights
     policy = VLMPolicy(args)
     optimizer = make_optimizer(policy, args)
     rollout_steps = args.num_envs * args.num_steps
     num_updates = args.total_timesteps // rollout_steps
-    state = load_checkpoint(folder, policy, optimizer, players)
-    if args.track and RANK == 0:
-        import wandb
-
-        wandb.init(project="vldac", name=folder.name, config=vars(args))
-
-    def end_update(row):
-        """Evaluation, best/, log, checkpoint: in this order, a run that is killed anywhere loses nothing."""
-        u = state["update"]
-        row = {"update": u, "global_step": u * rollout_steps} | row
-        if args.eval_episodes and (u in (0, num_updates) or args.eval_every and u % args.eval_every == 0):
-            result = summary(evaluate(policy, evaluators, range(args.eval_episodes)))
-            row |= {f"eval/{name}": x for name, x in result.items()}
-            score = result.get("success_rate", result["episodic_return"])
-            if score > state["best"]:
-                state["best"] = score
-                save_adapter(policy, folder / "best")
-        write_row(folder, row, args)
-        save_checkpoint(folder, state, policy, optimizer, players)
-
-    if state is None:  # a new run
-        state = {"update": 0, "best": -math.inf, "recent": []}
+    best, recent = -math.inf, []  # the best evaluation so far; the last 100 episodes
+    first = 0
+    if (folder / "checkpoint.pt").exists():
+        done, best, recent = load_checkpoint(folder, policy, optimizer, players)
+        first = done + 1
+    else:
         for player in players:
             player.random_start()
-        end_update({})
 
-    tqdm.write("   steps" + "".join(f"{name:>9}" for name in COLUMNS))
-    updates = range(state["update"], num_updates)
-    for u in tqdm(updates, initial=state["update"], total=num_updates, unit="update", disable=None):
-        times = [time.perf_counter()]
-        for group in optimizer.param_groups:
-            group["lr"] = cosine(u, num_updates, args.learning_rate, args.final_learning_rate)
-        set_seed(training_seed(args.seed, RANK, u))  # a resumed run goes on as if it had never stopped
+    # Update 0 trains nothing: it evaluates and saves the start.
+    updates = range(first, num_updates + 1)
+    for u in tqdm(updates, initial=first, total=num_updates + 1, disable=True if RANK else None):
+        row = {"update": u, "global_step": u * rollout_steps}
+        if u > 0:
+            rate = cosine(u - 1, num_updates, args.learning_rate, args.final_learning_rate)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            set_seed(training_seed(args.seed, RANK, u))  # a resumed run goes on as if it had never stopped
 
-        rollout = collect(policy, players, args)
-        times.append(time.perf_counter())
-        losses = compute_advantages(policy, rollout, args)
-        times.append(time.perf_counter())
-        surrogate = policy_loss
-        if args.algo == "rl4vlm":  # the appendix
-            surrogate = rl4vlm_loss
-            rollout.weights = thought_weights(policy, rollout.tokens, rollout.mask)
-        losses |= update(policy, optimizer, rollout, args, u < args.value_warmup, surrogate)
-        times.append(time.perf_counter())
+            times = [time.perf_counter()]
+            rollout = collect(policy, players, args)
+            times.append(time.perf_counter())
+            losses = compute_advantages(policy, rollout, args)
+            times.append(time.perf_counter())
+            surrogate = policy_loss
+            if args.algo == "rl4vlm":  # the appendix
+                surrogate = rl4vlm_loss
+                rollout.weights = thought_weights(policy, rollout.tokens, rollout.mask)
+            warming_up = u <= args.value_warmup
+            losses |= update(policy, optimizer, rollout, args, value_only=warming_up, surrogate=surrogate)
+            times.append(time.perf_counter())
 
-        state["update"] = u + 1
-        row = {"charts/learning_rate": optimizer.param_groups[0]["lr"]}
-        end_update(row | make_row(policy, rollout, players, losses, times, state["recent"]))
+            row["episodes"] = gather(rollout.episodes)
+            recent = (recent + row["episodes"])[-100:]
+            # Until every player has ended an episode that counts, short ones, often successes, are too many.
+            fair = all(gather([player.episode > player.uncounted + 1 for player in players]))
+            row |= charts(policy, rollout, losses, times, recent if fair else [])
+            row["charts/learning_rate"] = rate
+
+        first_or_last = u in (0, num_updates)
+        if args.eval_episodes and (first_or_last or args.eval_every and u % args.eval_every == 0):
+            say(f"evaluating on {args.eval_episodes} fixed seeds")
+            result = summary(evaluate(policy, eval_players, range(args.eval_episodes)))
+            row |= {f"eval/{name}": x for name, x in result.items()}
+            success = result.get("success_rate", result["episodic_return"])
+            if success > best:
+                best = success
+                save_adapter(policy, folder / "best")
+        write_row(folder, row, args)
+        # Last: a run that is killed before goes on from the checkpoint of the update before.
+        save_checkpoint(folder, policy, optimizer, players, update=u, best=best, recent=recent)
     save_adapter(policy, folder / "adapter")
 
 
@@ -879,10 +901,11 @@ def train(args: Args, folder: Path):
 
 
 def evaluate(policy, players, seeds, act=act) -> list[dict]:
-    """An episode on each seed, played as in training: a dict each, by seed. `true` counts true thoughts."""
+    """An episode on each seed, played as in training: a dict each, by seed. eval.py has other `act`s."""
     set_seed(players[0].args.seed)
     waiting = list(seeds)[RANK::WORLD_SIZE]  # the processes share the seeds
-    idle, playing, counts, episodes = list(players), [], {}, []
+    idle, playing = list(players), []
+    counts, episodes = {}, []
     while waiting or playing:
         while waiting and idle:
             player = idle.pop()
@@ -897,9 +920,9 @@ def evaluate(policy, players, seeds, act=act) -> list[dict]:
             count["tokens"] += int(step.mask.sum())
             if caption is not None:
                 count["captions"] += 1
-                count["true"] += json.dumps(caption) in step.response  # the thought is the caption
+                count["true"] += json.dumps(caption) in step.response  # the toy's thought is the caption
             if step.done:
-                episodes.append(player.result() | {"flagged": "success" in player.info} | count)
+                episodes.append(player.result() | count)
                 playing.remove(player)
                 idle.append(player)
     return sorted(gather(episodes), key=lambda episode: episode["seed"])
@@ -922,6 +945,40 @@ def summary(episodes) -> dict[str, float]:
 
 # ---------------------------------------------------------------------------- the log and the checkpoint
 
+
+def charts(policy, rollout: Rollout, losses, times, episodes) -> dict:
+    """What the log keeps of an update: means over `episodes`, this process's rollout, its losses."""
+
+    def mean(key):
+        return np.mean([episode[key] for episode in episodes]).item() if episodes else None
+
+    flagged = all(episode["flagged"] for episode in episodes)
+    steps = rollout.steps
+    was_cut = ~torch.isin(rollout.tokens, policy.stop_ids).any(1)  # (B,) by max_new_tokens
+    row = {
+        "charts/success_rate" if flagged else "charts/positive_return": mean("success"),
+        "charts/episodic_return": mean("return"),
+        "charts/episodic_length": mean("length"),
+        "charts/invalid_action_rate": np.mean([step.action is None for step in steps]).item(),
+        "charts/cut_share": was_cut.float().mean().item(),
+        "charts/response_length": rollout.mask.sum(1).float().mean().item(),
+    }
+    row |= {f"losses/{name}": x for name, x in losses.items()}
+    row["charts/env_steps_per_second"] = len(steps) * WORLD_SIZE / (times[-1] - times[0])
+    for phase, start, end in zip(("collect", "score", "update"), times, times[1:], strict=False):
+        row[f"time/{phase}"] = end - start
+    if torch.cuda.is_available():
+        row["gpu/max_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+
+    # Two samples: the first step, and the next whose response did not parse, or else simply the next.
+    invalid = [step for step in steps[1:] if step.action is None]
+    row["samples"] = []
+    for step in [steps[0], *(invalid or steps[1:])][:2]:
+        sample = {"prompt": step.question, "response": step.response}
+        row["samples"].append(sample | {"action": step.action, "reward": step.reward})
+    return row
+
+
 COLUMNS = {  # of the line that is printed after an update
     "success": "charts/success_rate",
     "return": "charts/episodic_return",
@@ -933,65 +990,35 @@ COLUMNS = {  # of the line that is printed after an update
 }
 
 
-def make_row(policy, rollout: Rollout, players, losses, times, recent) -> dict:
-    """What the log keeps of an update: the first process's numbers, the episodes of all of them.
-
-    The `recent` episodes are updated too.
-    """
-    episodes = gather(rollout.episodes)
-    recent[:] = (recent + episodes)[-100:]
-    # Short episodes, often successes, end first: no rate before every player has ended one from its start.
-    fair = all(gather([player.finished > 0 for player in players]))
-    success = "success_rate" if "success" in players[0].info else "positive_return"
-    charts = {success: "success", "episodic_return": "return", "episodic_length": "length"}
-    row = {}
-    for chart, key in charts.items():
-        row[f"charts/{chart}"] = np.mean([episode[key] for episode in recent]).item() if fair else None
-
-    steps, cut = rollout.steps, ~torch.isin(rollout.tokens, policy.stop_ids).any(1)
-    row["charts/invalid_action_rate"] = np.mean([step.action is None for step in steps]).item()
-    row["charts/cut_share"] = cut.float().mean().item()
-    row["charts/response_length"] = rollout.mask.sum(1).float().mean().item()
-    row["charts/env_steps_per_second"] = len(steps) * WORLD_SIZE / (times[-1] - times[0])
-    row |= {f"losses/{name}": x for name, x in losses.items()}
-    for k, phase in enumerate(("collect", "score", "update")):
-        row[f"time/{phase}"] = times[k + 1] - times[k]
-    if torch.cuda.is_available():
-        row["gpu/max_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-
-    # Two samples: the first step, and the next whose response did not parse, if there is one.
-    failed = [step for step in steps[1:] if step.action is None]
-    samples = []
-    for step in [steps[0], *failed, *steps[1:]][:2]:
-        sample = {"prompt": step.question, "response": step.response}
-        samples.append(sample | {"action": step.action, "reward": step.reward})
-    return row | {"episodes": episodes, "samples": samples}
-
-
 def write_row(folder: Path, row: dict, args: Args):
     """A row of log.jsonl, its line on the screen, and its numbers for Weights & Biases if asked."""
     if RANK > 0:
         return
-    if row.keys() & COLUMNS.values():
+    u = row["update"]
+    if u % 10 == 1:
+        say("   steps" + "".join(f"{name:>9}" for name in COLUMNS))
+    if u > 0:
         numbers = [row.get(key) for key in COLUMNS.values()]
         cells = ["-" if x is None else f"{x:.3f}" for x in numbers]
-        tqdm.write(f"{row['global_step']:>8}" + "".join(f"{cell:>9}" for cell in cells))
+        say(f"{row['global_step']:>8}" + "".join(f"{cell:>9}" for cell in cells))
     evaluation = [f"{key[5:]} {x:.3g}" for key, x in row.items() if key.startswith("eval/")]
     if evaluation:
-        tqdm.write(f"{row['global_step']:>8}  on {args.eval_episodes} fixed seeds: {', '.join(evaluation)}")
-    with open(folder / "log.jsonl", "a") as file:
+        say(f"{row['global_step']:>8}  on {args.eval_episodes} fixed seeds: {', '.join(evaluation)}")
+    with open(folder / "log.jsonl", "a" if u > 0 else "w") as file:
         print(json.dumps(row, allow_nan=False), file=file)
     if args.track:
         import wandb
 
-        samples = [list(sample.values()) for sample in row.pop("samples", [])]
-        table = wandb.Table(columns=["prompt", "response", "action", "reward"], data=samples)
-        numbers = {key: x for key, x in row.items() if key != "episodes"}
+        if wandb.run is None:
+            wandb.init(project="vldac", name=folder.name, config=vars(args))
+        numbers = {key: x for key, x in row.items() if key not in ("samples", "episodes")}
+        rows = [list(sample.values()) for sample in row.get("samples", [])]
+        table = wandb.Table(columns=["prompt", "response", "action", "reward"], data=rows)
         wandb.log(numbers | {"samples": table}, step=row["global_step"])
 
 
 def save_adapter(policy, folder: Path):
-    """The adapter in PEFT's format, in one piece."""
+    """The adapter in PEFT's format. It has its name only when it is complete."""
     if RANK > 0:
         return
     building = folder.with_name(folder.name + ".tmp")
@@ -1000,101 +1027,90 @@ def save_adapter(policy, folder: Path):
     os.replace(building, folder)
 
 
-def save_checkpoint(folder: Path, state, policy, optimizer, players):
+def save_checkpoint(folder: Path, policy, optimizer, players, **state):
     """checkpoint.pt: all that a run needs to go on, replaced in one piece."""
-    names = ("seed", "actions", "episode", "finished")
-    every = gather([{name: getattr(player, name) for name in names} for player in players])
+    mine = [(player.seed, player.actions, player.episode, player.uncounted) for player in players]
+    all_players = gather(mine)
     if RANK > 0:
         return
     weights = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-    checkpoint = state | {"players": every, "weights": weights, "optimizer": optimizer.state_dict()}
-    checkpoint["log_bytes"] = (folder / "log.jsonl").stat().st_size
-    torch.save(checkpoint, folder / "checkpoint.tmp")
+    state |= {"players": all_players, "weights": weights, "optimizer": optimizer.state_dict()}
+    state["log_bytes"] = (folder / "log.jsonl").stat().st_size
+    torch.save(state, folder / "checkpoint.tmp")
     os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")
 
 
-def load_checkpoint(folder: Path, policy, optimizer, players) -> dict | None:
-    """Everything as it was when the checkpoint was saved; None in a new run."""
-    if not (folder / "checkpoint.pt").exists():
-        (folder / "log.jsonl").write_bytes(b"")
-        return None
+def load_checkpoint(folder: Path, policy, optimizer, players):
+    """Bring all these, and the log, to where they were when it was saved. Returns update, best, recent."""
     state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
     if RANK == 0:  # what was logged after the checkpoint, half a row perhaps, will be logged again
         os.truncate(folder / "log.jsonl", state["log_bytes"])
-    policy.load_state_dict(state.pop("weights"), strict=False)
-    optimizer.load_state_dict(state.pop("optimizer"))
-    saved = state.pop("players")
-    for player in players:  # an episode is played again
-        player.reset(saved[player.index]["seed"])
-        for action in saved[player.index]["actions"]:
+    policy.load_state_dict(state["weights"], strict=False)  # they are not all: the rest is the base model
+    optimizer.load_state_dict(state["optimizer"])
+    for player in players:
+        seed, actions, episode, uncounted = state["players"][player.index]
+        player.reset(seed)
+        for action in actions:  # play the episode again
             player.step(action)
-        player.episode, player.finished = saved[player.index]["episode"], saved[player.index]["finished"]
-    return state
+        player.episode, player.uncounted = episode, uncounted
+    return state["update"], state["best"], state["recent"]
 
 
 # -------------------------------------------------------------------------------------------- the options
 
-
-# May change when a run is resumed: how it is computed, not what.
+COUNTS = ["total_timesteps", "num_envs", "num_steps", "num_images", "max_image_tokens", "max_new_tokens"]
+COUNTS += ["minibatch_size", "micro_batch_size", "update_epochs", "lora_rank", "lora_alpha"]
+# May differ when a run is resumed.
 MAY_CHANGE = {"device", "micro_batch_size", "gradient_checkpointing", "env_timeout", "track", "resume"}
-COUNTS = """total_timesteps num_envs num_steps max_episode_steps num_images max_image_tokens max_new_tokens
-minibatch_size micro_batch_size update_epochs lora_rank lora_alpha"""
 
 
 def load_args(folder, options=Args) -> Args:
     """The options of a run, from its args.json."""
     args = options(**json.loads(Path(folder, "args.json").read_text()))
-    if args.model == "base":  # the toy, which a run keeps in its own folder: it may be moved
+    if args.model == "base":  # the toy, which a run keeps in its own folder, so that it can be moved
         args.model = str(Path(folder, "base"))
     return args
 
 
-def check_args(args: Args, error):
-    """Call error(words) for what a person mistypes, before anything is loaded."""
-    for name in COUNTS.split():
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            error(f"--{name} must be at least 1, not {getattr(args, name)}")
+def mistakes(args: Args) -> list[str]:
+    """What a person mistyped, found before anything is loaded."""
+    found = [f"--{name} must be at least 1" for name in COUNTS if getattr(args, name) < 1]
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(args, name) <= 1:
-            error(f"--{name} must be between 0 and 1, not {getattr(args, name)}")
+            found.append(f"--{name} must be between 0 and 1")
     for name in ("learning_rate", "temperature", "env_timeout"):
         if not getattr(args, name) > 0:
-            error(f"--{name} must be above 0, not {getattr(args, name)}")
+            found.append(f"--{name} must be above 0")
     steps = args.num_envs * args.num_steps
     if steps > args.total_timesteps or steps % args.minibatch_size:
-        words = "more than --total_timesteps" if steps > args.total_timesteps else "not minibatches"
-        error(f"an update is num_envs * num_steps = {steps} environment steps: {words}")
-    for name in ("num_envs", "minibatch_size"):
-        if getattr(args, name) % WORLD_SIZE:
-            error(f"--{name} {getattr(args, name)} cannot be divided among {WORLD_SIZE} processes")
+        found.append(f"num_envs * num_steps = {steps} must be a multiple of --minibatch_size")
+        found.append("and at most --total_timesteps")
+    if args.num_envs % WORLD_SIZE or args.minibatch_size % WORLD_SIZE:
+        found.append(f"--num_envs and --minibatch_size must be multiples of the {WORLD_SIZE} processes")
+    if args.adapter and not Path(args.adapter, "adapter_config.json").exists():
+        found.append(f"--adapter {args.adapter} is not a folder with an adapter_config.json")
     if args.model != "tiny":
         try:
             AutoConfig.from_pretrained(args.model)
         except (OSError, ValueError) as reason:
-            error(f"--model {args.model}: {' '.join(str(reason).split())[:200]}; --model tiny always works")
-    if args.adapter and not Path(args.adapter, "adapter_config.json").exists():
-        error(f"--adapter {args.adapter} is not a folder with an adapter_config.json")
+            found.append(f"--model {args.model}: {reason}")
+    return found
 
 
-def make_parser(options=Args) -> HfArgumentParser:
-    """A parser of the options; what it says of each is the comment beside it in Args."""
+def parse_args(argv=None, options=Args, saved=None) -> Args:
+    """The options: command line > `saved`, or the run that is resumed > the world > the toy > Args."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = HfArgumentParser(options, description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    notes = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Args), re.M))
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Args), re.M))  # are the help
     for action in parser._actions:
-        action.help = action.help or f"{notes.get(action.dest, '')} (default: %(default)s)"
-    return parser
-
-
-def parse_args(argv=None, options=Args) -> Args:
-    """The options of a run: command line > the run that is resumed > the world > the toy > Args."""
-    parser = make_parser(options)
+        action.help = action.help or f"{comments.get(action.dest, '')} (default: %(default)s)"
     given, _ = parser.parse_known_args(argv)
     if given.resume:
         try:
             saved = load_args(given.resume, options)
         except (OSError, ValueError, TypeError) as error:
             parser.error(f"--resume {given.resume} is not the folder of a run: {error}")
+    if saved:
         parser.set_defaults(**vars(saved))
     else:
         device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -1104,10 +1120,14 @@ def parse_args(argv=None, options=Args) -> Args:
     args = options(**vars(parser.parse_args(argv)))
     if args.dtype == "auto":
         args.dtype = "bfloat16" if args.device.startswith("cuda") else "float32"
-    check_args(args, parser.error)
-    for name in vars(args).keys() - MAY_CHANGE if given.resume else ():
-        if getattr(args, name) != getattr(saved, name):
-            parser.error(f"--resume {given.resume} is another run: its --{name} is {getattr(saved, name)}")
+    if given.resume:
+        for name in vars(args).keys() - MAY_CHANGE:
+            if getattr(args, name) != getattr(saved, name):
+                parser.error(
+                    f"--resume {given.resume} is another run: its --{name} is {getattr(saved, name)}"
+                )
+    if mistakes(args):
+        parser.error("; ".join(mistakes(args)))
     return args
 
 
@@ -1115,23 +1135,24 @@ def parse_args(argv=None, options=Args) -> Args:
 
 
 def tiny(args: Args) -> Path:
-    """The folder of the toy model for these options: written by assets/toy.py on first use, then cached."""
+    """The folder of the toy for these options; assets/toy.py writes it on first use, then it is cached."""
     script = Path(__file__).parent / "assets" / "toy.py"
     if not script.exists():
         raise envs.UserError(f"the toy model needs {script}; without it, give a --model")
-    sources = [script.read_text(), inspect.getsource(envs)]
-    sources += [inspect.getsource(source) for source in (build_prompt, Player, VLMPolicy)]
+    # All that the lesson depends on is in the name of the folder.
+    names = ["env", "seed", "split", "num_envs", "num_images", "max_image_tokens", "max_new_tokens"]
+    parts = [getattr(args, name) for name in [*names, "max_episode_steps"]]
+    parts += [script.read_text(), torch.__version__, transformers.__version__]
+    parts += [inspect.getsource(x) for x in (envs, build_prompt, Player, VLMPolicy)]
     if ":" in args.env:
-        sources.append(inspect.getsource(sys.modules[args.env.partition(":")[0]]))
-    names = "env seed num_envs num_images max_image_tokens max_new_tokens max_episode_steps split".split()
-    options = {name: getattr(args, name) for name in names}
-    parts = [*sources, options, torch.__version__, transformers.__version__]
+        parts.append(inspect.getsource(sys.modules[args.env.partition(":")[0]]))
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vldac"
     folder = cache / f"{re.sub(r'[^A-Za-z0-9]+', '-', args.env)}-{key}"
     if not folder.exists():
-        own = {k: x for k, x in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-        subprocess.run([sys.executable, script, folder, json.dumps(vars(args))], env=own, check=True)
+        environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}  # torchrun's: the script is alone
+        command = [sys.executable, script, folder, json.dumps(vars(args))]
+        subprocess.run(command, env=environment, check=True)
     return folder
 
 
@@ -1149,7 +1170,8 @@ def open_run(args: Args) -> Path:
     options = vars(args).copy()
     if toy:
         shutil.copytree(toy, folder / "base")
-        args.model, options["model"] = str(folder / "base"), "base"
+        args.model = str(folder / "base")
+        options["model"] = "base"
     (folder / "args.tmp").write_text(json.dumps(options, indent=1))
     os.replace(folder / "args.tmp", folder / "args.json")  # it is there only if all before it is
     return folder
@@ -1168,7 +1190,8 @@ def rl4vlm_loss(newlogprobs, logprobs, advantages, weights, clip_coef):
     >>> rl4vlm_loss(lp, torch.zeros(1, 2), torch.tensor([2.0]), torch.tensor([[0.5, 1.0]]), clip_coef=0.2)
     tensor(-2.4000)
     """
-    new, old = ((x.masked_fill(weights == 0, 0) * weights).sum(1, True) for x in (newlogprobs, logprobs))
+    new = (newlogprobs.masked_fill(weights == 0, 0) * weights).sum(1, keepdim=True)  # (B, 1)
+    old = (logprobs.masked_fill(weights == 0, 0) * weights).sum(1, keepdim=True)  # (B, 1)
     return policy_loss(new, old, advantages, torch.ones_like(new), clip_coef)  # a response is one token
 
 
@@ -1181,21 +1204,26 @@ def thought_weights(policy, tokens, mask):
     for b, text in enumerate(policy.decode(tokens, mask)):
         keys = list(ACTION_KEY.finditer(text))
         for r in range(int(mask[b].sum())):
-            if keys and len(policy.tokenizer.decode(tokens[b, : r + 1])) > keys[-1].start():
+            text_so_far = policy.tokenizer.decode(tokens[b, : r + 1])
+            if keys and len(text_so_far) > keys[-1].start():
                 break
             weights[b, r] *= policy.args.thought_coef
     return weights
 
 
+# --------------------------------------------------------------------------------------------- the program
+
+PROGRAM = "python vldac.py" if WORLD_SIZE == 1 else f"torchrun --nproc_per_node={WORLD_SIZE} vldac.py"
+
+
 def main(argv=None):
-    args = parse_args(argv)
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # peft asks by an old name
-    folder = None
+    args, folder = parse_args(argv), None
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT uses a deprecated name
     try:
-        world = Player(args)  # one that does not work shows before a model is loaded
-        world.reset(0)
-        world.step(None)
-        world.env.close()
+        player = Player(args)  # a world that does not work shows before a model is loaded
+        player.reset(0)
+        player.step(None)
+        player.env.close()
         if RANK == 0:
             folder = open_run(args)  # it may teach the toy, so it comes before the others are joined
         if WORLD_SIZE > 1:
@@ -1205,9 +1233,8 @@ def main(argv=None):
             # The processes wait for each other as long as the toy's lesson or an update may take.
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(days=1))
             folder, args = gather([(folder, args)])[0]
-        if RANK == 0:
-            print(f"{folder}: {args.env}, {args.model} on {args.device}; to go on after any stop:")
-            print(f"python vldac.py --resume {folder}", flush=True)
+        say(f"{folder}: {args.env}, {args.model} on {args.device}")
+        say(f"to go on after any stop: {PROGRAM} --resume {folder}")
         train(args, folder)
         if WORLD_SIZE > 1:
             dist.destroy_process_group()
@@ -1215,7 +1242,7 @@ def main(argv=None):
         print("vldac.py: error:", error, *getattr(error, "__notes__", []), file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        raise SystemExit(f"stopped. To go on: python vldac.py --resume {folder}") from None
+        raise SystemExit(f"stopped; to go on: {PROGRAM} --resume {folder}" if folder else "stopped") from None
 
 
 if __name__ == "__main__":

@@ -68,11 +68,6 @@ def collect(policy, players, args, update) -> list[list[vldac.Step]]:
     return episodes
 
 
-def rollout_of(steps, episodes=()) -> vldac.Rollout:
-    tokens, mask = torch.stack([step.tokens for step in steps]), torch.stack([step.mask for step in steps])
-    return vldac.Rollout(steps, list(episodes), [step.prompt for step in steps], [], tokens, mask, None, None)
-
-
 def choose(policy, episodes, args) -> vldac.Rollout | None:
     """What is learned from: the episodes of the groups whose returns differ. None if there are none."""
     returns = torch.tensor([sum(step.reward for step in episode) for episode in episodes])  # not discounted
@@ -81,7 +76,8 @@ def choose(policy, episodes, args) -> vldac.Rollout | None:
     kept = [k for k, episode in enumerate(episodes) if useful[k] for _ in episode]  # (B,) a step's episode
     if not kept:
         return None
-    rollout = rollout_of([step for k, episode in enumerate(episodes) if useful[k] for step in episode])
+    steps = [step for k, episode in enumerate(episodes) if useful[k] for step in episode]
+    rollout = vldac.Rollout(steps, last_prompts=[], episodes=[])
     rollout.logprobs, values = vldac.score(policy, rollout.prompts, rollout.tokens, rollout.mask)
     with policy.vlm.disable_adapter():
         rollout.baselogprobs, _ = vldac.score(policy, rollout.prompts, rollout.tokens, rollout.mask)
@@ -115,27 +111,23 @@ def main(argv=None):
     write({})
     while step + unit <= args.total_timesteps:
         num_updates, rates = args.total_timesteps // unit, (args.learning_rate, args.final_learning_rate)
-        rate = vldac.cosine(step // unit, num_updates, *rates)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = vldac.cosine(step // unit, num_updates, *rates)
         vldac.set_seed(vldac.training_seed(args.seed, 0, update))
         times = [time.perf_counter()]
         episodes = collect(policy, players, args, update)
         times.append(time.perf_counter())
         rollout = choose(policy, episodes, args)
         times.append(time.perf_counter())
-        losses = vldac.update(policy, optimizer, rollout, args, False, loop_loss) if rollout else {}
+        losses = vldac.update(policy, optimizer, rollout, args, surrogate=loop_loss) if rollout else {}
         times.append(time.perf_counter())
 
-        results = []
-        for player in players:
-            player.finished = 1  # all episodes are whole
-            results.append(player.result())
-        all_steps = rollout_of([step for episode in episodes for step in episode], results)
-        step, update = step + len(all_steps.steps), update + 1
-        write(
-            {"charts/learning_rate": rate} | vldac.make_row(policy, all_steps, players, losses, times, recent)
-        )
+        results = [player.result() for player in players]
+        recent = (recent + results)[-100:]
+        played = vldac.Rollout([step for episode in episodes for step in episode], [], results)
+        step, update = step + len(played.steps), update + 1
+        row = {"episodes": results, "charts/learning_rate": group["lr"]}
+        write(row | vldac.charts(policy, played, losses, times, recent))
     vldac.save_adapter(policy, folder / "adapter")
 
 
