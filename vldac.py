@@ -827,9 +827,7 @@ def make_optimizer(policy, args: Args):
     lora = [p for p in policy.vlm.parameters() if p.requires_grad]
     head = list(policy.value_head.parameters())
     groups = [{"params": lora}, {"params": head}]
-    return torch.optim.Adam(
-        groups, lr=args.learning_rate, eps=1e-7, fused=True
-    )  # eps as in the released code
+    return torch.optim.Adam(groups, lr=args.learning_rate, eps=1e-7, fused=True)  # the released code's eps
 
 
 def train(args: Args, folder: Path):
@@ -877,7 +875,7 @@ def train(args: Args, folder: Path):
 
             row["episodes"] = gather(rollout.episodes)
             recent = (recent + row["episodes"])[-100:]
-            # Until every player has ended an episode that counts, short ones, often successes, are too many.
+            # Short episodes, often successes, end first: no rate before each player has ended one that counts.
             fair = all(gather([player.episode > player.uncounted + 1 for player in players]))
             row |= charts(policy, rollout, losses, times, recent if fair else [])
             row["charts/learning_rate"] = rate
@@ -892,7 +890,7 @@ def train(args: Args, folder: Path):
                 best = success
                 save_adapter(policy, folder / "best")
         write_row(folder, row, args)
-        # Last: a run that is killed before goes on from the checkpoint of the update before.
+        # Last, so that a run that is killed before it does this update again.
         save_checkpoint(folder, policy, optimizer, players, update=u, best=best, recent=recent)
     save_adapter(policy, folder / "adapter")
 
@@ -1235,6 +1233,7 @@ def main(argv=None):
             folder, args = gather([(folder, args)])[0]
         say(f"{folder}: {args.env}, {args.model} on {args.device}")
         say(f"to go on after any stop: {PROGRAM} --resume {folder}")
+        say("success and return are shown once every player has ended an episode from its start")
         train(args, folder)
         if WORLD_SIZE > 1:
             dist.destroy_process_group()

@@ -69,7 +69,7 @@ def collect(policy, players, args, update) -> list[list[vldac.Step]]:
 
 
 def choose(policy, episodes, args) -> vldac.Rollout | None:
-    """What is learned from: the episodes of the groups whose returns differ. None if there are none."""
+    """The episodes of the groups whose returns differ, as a rollout; None if there are none."""
     returns = torch.tensor([sum(step.reward for step in episode) for episode in episodes])  # not discounted
     advantages = leave_one_out(returns.view(-1, args.group_size))  # not divided by their deviation
     useful = (advantages.abs() >= 0.01).any(1).repeat_interleave(args.group_size).tolist()
@@ -99,20 +99,21 @@ def main(argv=None):
     vldac.set_seed(args.seed)
     policy = vldac.VLMPolicy(args)
     optimizer = vldac.make_optimizer(policy, args)
-    unit = args.num_envs * args.num_steps  # environment steps of an update of VL-DAC, for the schedule
-    step, update, recent = 0, 0, []
-
-    def write(row):
-        if args.eval_episodes and (step == 0 or step + unit > args.total_timesteps):
+    unit = args.num_envs * args.num_steps  # environment steps of an update of VL-DAC: the schedule's unit
+    num_updates = args.total_timesteps // unit
+    step, update, recent, row = 0, 0, [], {}
+    while True:
+        done = step + unit > args.total_timesteps
+        if args.eval_episodes and (update == 0 or done):
             result = vldac.summary(vldac.evaluate(policy, players, range(args.eval_episodes)))
             row |= {f"eval/{name}": x for name, x in result.items()}
         vldac.write_row(folder, {"update": update, "global_step": step} | row, args)
+        if done:
+            break
 
-    write({})
-    while step + unit <= args.total_timesteps:
-        num_updates, rates = args.total_timesteps // unit, (args.learning_rate, args.final_learning_rate)
+        rate = vldac.cosine(step // unit, num_updates, args.learning_rate, args.final_learning_rate)
         for group in optimizer.param_groups:
-            group["lr"] = vldac.cosine(step // unit, num_updates, *rates)
+            group["lr"] = rate
         vldac.set_seed(vldac.training_seed(args.seed, 0, update))
         times = [time.perf_counter()]
         episodes = collect(policy, players, args, update)
@@ -121,13 +122,12 @@ def main(argv=None):
         times.append(time.perf_counter())
         losses = vldac.update(policy, optimizer, rollout, args, surrogate=loop_loss) if rollout else {}
         times.append(time.perf_counter())
-
         results = [player.result() for player in players]
         recent = (recent + results)[-100:]
         played = vldac.Rollout([step for episode in episodes for step in episode], [], results)
+        row = {"episodes": results, "charts/learning_rate": rate}
+        row |= vldac.charts(policy, played, losses, times, recent)
         step, update = step + len(played.steps), update + 1
-        row = {"episodes": results, "charts/learning_rate": group["lr"]}
-        write(row | vldac.charts(policy, played, losses, times, recent))
     vldac.save_adapter(policy, folder / "adapter")
 
 

@@ -1,11 +1,10 @@
 """How fast is whole training: rollout, scoring, two epochs; with TRL's GRPO trainer beside it.
 
-    python assets/speed.py                             one row: environment steps per second, ms per phase
-    python assets/speed.py num_envs=1,4,16,64 steps=128     every name in SETTING may be a list
-    python assets/speed.py peer=,trl repeat=8               taking turns with TRL (pip install trl datasets)
+    python assets/speed.py num_envs=1,4,16,64 steps=128   every name in SETTING may be a list
+    python assets/speed.py peer=,trl,,trl                 taking turns with TRL (pip install trl datasets)
 
-A random Qwen2-VL, a simulator that costs nothing, prompts brought to `prompt` tokens, responses of exactly
-`response` tokens, one optimizer step per 16 environment steps. On a CPU all times are the processor's.
+A random Qwen2-VL, a simulator that costs nothing, prompts of `prompt` tokens, responses of exactly `response`
+tokens, one optimizer step per 16 environment steps. On a CPU all times are the processor's.
 """
 
 import itertools
@@ -21,13 +20,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import test_vldac  # noqa: E402
 import vldac  # noqa: E402
 from envs import AnyText  # noqa: E402
+from test_vldac import write_model  # noqa: E402
 
 SETTING = {
     "layers": 2, "width": 64, "num_envs": 16, "steps": 512, "prompt": 241, "response": 32, "images": 1,
-    "micro": 8, "threads": 1, "peer": "", "model": "", "device": "cpu", "checkpointing": 0, "repeat": 1,
+    "micro": 8, "threads": 1, "peer": "", "model": "", "device": "cpu", "checkpointing": 0,
 }  # fmt: skip
 
 
@@ -120,14 +119,12 @@ def speed_of_trl(args, setting) -> str:
             max_steps=warm + 2 * steps // 16, save_strategy="no", logging_strategy="no", report_to="none",
         )  # fmt: skip
         trainer = trl.GRPOTrainer(
-            model=AutoModelForImageTextToText.from_pretrained(args.model),
+            model=AutoModelForImageTextToText.from_pretrained(args.model), args=config, callbacks=[Clock()],
             processing_class=vldac.load_processor(args.model, args.max_image_tokens),
             reward_funcs=lambda completions, **_: [random.random() for _ in completions],
             train_dataset=datasets.Dataset.from_list(rows),
-            args=config,
-            callbacks=[Clock()],
             peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=vldac.LORA_TARGETS),
-        )
+        )  # fmt: skip
         trainer.train()
     speed = steps / (times[-1] - times[warm - 1])
     return f"{speed:.2f} environment steps per second (TRL {trl.__version__}), prompt {tokens} tokens"
@@ -136,8 +133,7 @@ def speed_of_trl(args, setting) -> str:
 def main(*words):
     given = dict(word.split("=") for word in words)
     lists = {key: str(given.get(key, value)).split(",") for key, value in SETTING.items()}
-    repeat = int(lists.pop("repeat")[0])
-    for values in list(itertools.product(*lists.values())) * repeat:
+    for values in itertools.product(*lists.values()):
         setting = {key: type(SETTING[key])(x) for key, x in zip(lists, values, strict=True)}
         cpu = setting["device"] == "cpu"
         if cpu:
@@ -145,9 +141,9 @@ def main(*words):
         torch.set_num_threads(setting["threads"])
         torch.manual_seed(0)
         with tempfile.TemporaryDirectory() as folder:
-            model = setting["model"] or test_vldac.write_model(
-                "qwen2_vl", Path(folder), setting["width"], setting["layers"]
-            )
+            model = setting["model"]
+            if not model:
+                model = write_model("qwen2_vl", Path(folder), setting["width"], setting["layers"])
             args = vldac.Args(
                 env="speed:Still", model=str(model), device=setting["device"],
                 dtype="float32" if cpu else "bfloat16", num_envs=setting["num_envs"],
