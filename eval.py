@@ -140,7 +140,7 @@ def evaluate(args, given) -> tuple[dict, dict]:
     if given.policy == "model":
         policy, step = vldac.VLMPolicy(args), vldac.act
         if given.mode == "greedy":
-            policy.model.generation_config.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
+            policy.vlm.generation_config.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
     with tqdm(total=given.episodes, unit="episode", disable=not sys.stderr.isatty()) as bar:
         episodes = vldac.evaluate(policy, players, range(given.episodes), filmed(step, films, given.gif, bar))
     result = {"policy": given.policy, "mode": given.mode, "run": given.run, "model": args.model}
@@ -414,7 +414,7 @@ def options_of(given, options) -> vldac.Args:
     if args.adapter and not Path(args.adapter, "adapter_config.json").exists():
         raise UserError(f"{args.adapter} is not a folder with an adapter_config.json")
     if given.policy == "model" and args.model == "tiny":
-        args.model = str(vldac.tiny(args))
+        args.model = str(vldac.toy_folder(args))
     return args
 
 

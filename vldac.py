@@ -8,7 +8,8 @@ once per environment step, and the value head's gradient stops at the backbone.
 
     L = L_policy + beta * L_KL + alpha * L_value                                                     (Eq. 6)
 
-    L_policy  PPO's clip on every token; all tokens of step t share the advantage A_t                (Eq. 3)
+    L_policy  PPO's clip on every token; all tokens of step t share the advantage A_t,
+              normalised over the rollout                                                            (Eq. 3)
     L_value   1/2 (V(s_t) - G_t)^2, where V(s_t) = MLP(stopgrad(h_t)), h_t is the last layer's hidden state at
               the last prompt token, A_t is GAE over environment steps, and G_t = A_t + V(s_t)       (Eq. 4)
     L_KL      divergence from the sampling policy (Eq. 5) or, the default, from the model before training
@@ -16,9 +17,9 @@ once per environment step, and the value head's gradient stops at the backbone.
 
 Letters: N environments, T steps per rollout, B environment steps (of a rollout or of a part of it), P prompt
 length, R response length (both padded), V vocabulary, H hidden size. Tensors (T, N) and (B,) are per
-environment step, (B, R) per token. "Deviation n" marks where the code differs from the paper or from its
-released code, and why. Without a GPU the model is a toy: a tiny VLM that assets/toy.py first teaches, by
-imitation, to see and to speak, so that one can watch the algorithm on a laptop.
+environment step, (B, R) per token. "Deviation n" says where the code differs from the paper or its released
+code, and why. Where to begin: `train`. Without a GPU the model is a toy, a tiny VLM that assets/toy.py first
+teaches to see and to speak by imitation, so that one can watch the algorithm on a laptop.
 
     python vldac.py --env OneRoom                  Qwen2-VL-7B where there is a GPU, else a toy model
     python vldac.py --env NumberLine --model tiny  the toy on a card game, no OpenGL needed
@@ -47,6 +48,7 @@ import warnings
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -89,9 +91,7 @@ class Args:
     max_new_tokens: int = 256
     # update
     minibatch_size: int = 128  # environment steps per optimizer step, of all processes
-    micro_batch_size: int = (
-        8  # environment steps per forward pass of a process: lower it when memory runs out
-    )
+    micro_batch_size: int = 8  # environment steps per scored or trained forward pass; lower it to save memory
     update_epochs: int = 2
     value_warmup: int = 2  # updates that train only the value head
     learning_rate: float = 5e-5
@@ -112,7 +112,7 @@ class Args:
     value_hidden: list[int] = field(default_factory=lambda: [3072, 2048])  # layers of the value head
     gradient_checkpointing: bool = False  # slower, for most of the activation memory
     # the run
-    eval_episodes: int = 0  # episodes on fixed seeds before the first and after the last update
+    eval_episodes: int = 0  # episodes on fixed seeds before the first and after the last update; 0: none
     eval_every: int = 0  # updates between further evaluations (0: none); the best adapter is kept in best/
     env_timeout: float = 600.0  # seconds a step or reset of an environment may take before the run is ended
     run_name: str | None = None
@@ -122,15 +122,11 @@ class Args:
 
 
 # What worlds change in Args, and what the toy does. The world wins over the toy, the command line over both.
-CARDS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0, "total_timesteps": 51_200}
+CARDS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0, "total_timesteps": 51_200}  # also for the toy
 WORLDS = {
     "NumberLine": CARDS | {"total_timesteps": 12_288},
-    "EZPoints": CARDS,
-    "Points24": CARDS,
-    "Blackjack": CARDS,
-    "ALFWorld": {"num_images": 1},
-    "ALFWorldThor": {"num_images": 1},
-    "WebShop": {"num_images": 1},
+    **dict.fromkeys(["EZPoints", "Points24", "Blackjack"], CARDS),
+    **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], {"num_images": 1}),
 }
 TOY = {
     "total_timesteps": 25_600,
@@ -138,7 +134,7 @@ TOY = {
     "max_image_tokens": 16,
     "max_new_tokens": 40,
     "micro_batch_size": 64,
-    "value_warmup": 4,  # 4 x 32 steps: the critic has met MiniWorld's time limit before the policy moves
+    "value_warmup": 4,  # 4 x 32 steps: the critic has seen MiniWorld's time-outs before the policy moves
     "learning_rate": 1e-3,
     "final_learning_rate": 2e-5,
     "value_hidden": [256, 256],
@@ -189,8 +185,9 @@ SEARCH = re.compile(r"search\[[^\[\]]{1,100}\]")
 def parse_action(text: str, actions) -> str | None:
     """The admissible action a response names, or None. Never evaluates, guesses or raises.
 
-    The last "action" key counts. The JSON string or number after it must equal an action: exactly, or one
-    action alone when case and outer spaces are ignored. "search[...]" stands for any short search[words].
+    The last "action" key counts. The JSON string or number after it must equal an action. If none is
+    equal, case and outer spaces are ignored, unless that makes two equal. "search[...]" stands for any short
+    search[words].
 
     >>> parse_action('{"thoughts": "it is close", "action": "Move forward "}', ["turn left", "move forward"])
     'move forward'
@@ -292,8 +289,8 @@ def value_loss(values, returns):
 def kl_loss(newlogprobs, logprobs, mask):
     """D_KL(new || old) in nats per token, from tokens the old policy sampled (Eq. 5): r log r - (r - 1).
 
-    newlogprobs, logprobs, mask  (B, R) as in policy_loss; r = new / old. Never negative, and in expectation
-    value and gradient are the divergence's.
+    newlogprobs, logprobs, mask  (B, R) as in policy_loss; r = new / old. Never negative. In expectation,
+    both its value and its gradient are those of the divergence.
 
     >>> kl_loss(torch.full((1, 1), math.log(2.0)), torch.zeros(1, 1), torch.ones(1, 1))  # 2 log 2 - 1
     tensor(0.3863)
@@ -306,7 +303,7 @@ def kl_base(newlogprobs, baselogprobs, mask):
     """Divergence from the model before training, nats per token: exp(d) - d - 1, d = log base - log new.
 
     newlogprobs, baselogprobs, mask  (B, R). On tokens sampled from `new`, its value estimates
-    D_KL(new || base) and its gradient is that of D_KL(base || new): no response of the base's is unlearned.
+    D_KL(new || base) and its gradient is that of D_KL(base || new): it pulls up what the base would say.
     The base is the model without its adapter, also in a run that started from a trained adapter.
     Source: Schulman's estimator k3, as in the released code.
 
@@ -351,9 +348,8 @@ def load_processor(path, max_image_tokens):
     processor = WithoutVideo.from_pretrained(path)
     images = processor.image_processor
     if hasattr(images, "merge_size"):  # Qwen: a token is merge_size x merge_size patches; "edges" are areas
-        pixels = (images.patch_size * images.merge_size) ** 2
-        smallest = min(images.size["shortest_edge"], pixels * max_image_tokens)
-        images.size = {"shortest_edge": smallest, "longest_edge": pixels * max_image_tokens}
+        largest = max_image_tokens * (images.patch_size * images.merge_size) ** 2
+        images.size = {"shortest_edge": min(images.size["shortest_edge"], largest), "longest_edge": largest}
     if hasattr(images, "do_image_splitting"):  # SmolVLM: one tile per frame
         images.do_image_splitting = False
         images.size = dict(images.max_image_size)
@@ -373,20 +369,20 @@ class VLMPolicy(nn.Module):
         self.tokenizer = self.processor.tokenizer
         vlm = AutoModelForImageTextToText.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
         if args.adapter:
-            self.vlm = PeftModel.from_pretrained(vlm, args.adapter, is_trainable=True)
+            self.peft_model = PeftModel.from_pretrained(vlm, args.adapter, is_trainable=True)
         else:
             lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=LORA_TARGETS)
-            self.vlm = get_peft_model(vlm, lora)  # frozen, but for the adapters, which are fp32
-        self.model = self.vlm.get_base_model()  # the same VLM with its adapters, without PEFT's wrapper
-        for module in self.model.modules():
+            self.peft_model = get_peft_model(vlm, lora)  # frozen, but for the adapters, which are fp32
+        self.vlm = self.peft_model.get_base_model()  # the VLM itself, with adapters inside
+        for module in self.vlm.modules():
             # Deviation 7: no dropout, or the ratio would not be 1 before anything is learned.
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
             if isinstance(module, BaseTunerLayer):  # LoRA under autocast needs no fp32 copy of its input
                 module.cast_input_dtype_enabled = False
         if args.gradient_checkpointing:
-            self.model.activation_checkpointing_enable()
-        text_config = self.model.config.get_text_config()
+            self.vlm.activation_checkpointing_enable()
+        text_config = self.vlm.config.get_text_config()
         if getattr(text_config, "final_logit_softcapping", None):
             raise ValueError(f"{args.model} caps its logits, which `forward` does not")
 
@@ -401,14 +397,14 @@ class VLMPolicy(nn.Module):
         bf16 = args.dtype == "bfloat16"
         self.autocast = torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=bf16)
 
-        # A turn ends at the checkpoint's stop ids or the tokenizer's: Gemma 3's own is only among the former.
-        stop_ids = self.model.generation_config.eos_token_id
+        # A turn ends at the checkpoint's stop ids or the tokenizer's: Gemma 3's is only among the first.
+        stop_ids = self.vlm.generation_config.eos_token_id
         stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
         stop_ids = {*stop_ids, self.tokenizer.eos_token_id} - {None}
         self.stop_ids = torch.tensor(sorted(stop_ids), device=args.device)
         # A sampled image placeholder would ask the next forward pass for an image that is not there.
         names = ("image_token_id", "image_token_index", "video_token_id")
-        self.banned_ids = sorted({getattr(self.model.config, name, None) for name in names} - {None})
+        self.banned_ids = sorted({getattr(self.vlm.config, name, None) for name in names} - {None})
         self.pad_id = self.tokenizer.pad_token_id
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         self.special_tokens = re.compile("|".join(map(re.escape, special)))
@@ -416,7 +412,7 @@ class VLMPolicy(nn.Module):
         # Deviation 9: sampled at temperature 1 from the whole vocabulary. The released code has top_k 1, that
         # is, argmax: nothing is explored, and PPO's ratio is not that of the policy that acted. The hub's
         # configuration has it too, and is replaced as a whole.
-        self.model.generation_config = GenerationConfig(
+        self.vlm.generation_config = GenerationConfig(
             do_sample=True,
             temperature=args.temperature,
             top_k=0,
@@ -445,11 +441,11 @@ class VLMPolicy(nn.Module):
         inputs = {}
         for key in prompts[0]:
             parts = [prompt[key] for prompt in prompts]
-            if parts[0].shape == prompts[0]["input_ids"].shape:  # an entry per token
+            if parts[0].shape == prompts[0]["input_ids"].shape:  # (1, P): ids, mask, token types
                 rows = [part[0] for part in parts]
                 pad = self.pad_id if key == "input_ids" else 0
                 x = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")  # (B, P)
-                after = response.get(key, torch.zeros_like(tokens))  # token types, for instance: 0 is text
+                after = response.get(key, torch.zeros_like(tokens))  # token type 0 is text
                 inputs[key] = torch.cat([x.to(tokens.device), after], dim=1)  # (B, P + R)
             else:  # all images (or their patches, or their sizes), one after another
                 inputs[key] = torch.cat(parts, dim=images_dim).to(tokens.device)
@@ -462,7 +458,7 @@ class VLMPolicy(nn.Module):
         nothing = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.args.device)
         inputs = self.inputs(prompts, nothing, nothing)
         with self.autocast:
-            output = self.model.generate(**inputs)
+            output = self.vlm.generate(**inputs)
         tokens = output[:, inputs["input_ids"].shape[1] :]
         missing = self.args.max_new_tokens - tokens.shape[1]
         tokens = nn.functional.pad(tokens, (0, missing), value=self.pad_id)  # (B, max_new_tokens)
@@ -481,13 +477,13 @@ class VLMPolicy(nn.Module):
         prompts       B of them, from `encode`
         tokens, mask  (B, R); R may be 0 if only values are wanted
         Returns logprobs (B, R) in nats, values (B,), and entropy (B, R) in nats without gradient, the first
-        and the last 0 where masked. (The model finds the positions of left-padded tokens by the mask.)
+        and the last 0 where masked.
         """
         R = tokens.shape[1]
         with self.autocast:
-            hidden = self.model.model(**self.inputs(prompts, tokens, mask), use_cache=False).last_hidden_state
+            hidden = self.vlm.model(**self.inputs(prompts, tokens, mask), use_cache=False).last_hidden_state
             hidden = hidden[:, -R - 1 :]  # (B, 1 + R, H): the last prompt token, then the response
-            lm_head = self.model.get_output_embeddings()
+            lm_head = self.vlm.get_output_embeddings()
             logits = lm_head(hidden[:, :-1])  # (B, R, V), each from the token before
         # Deviation 10: log-probabilities in fp32. In bfloat16 their rounding is a third of the clip range.
         logits = logits.float() / self.args.temperature
@@ -525,8 +521,10 @@ def say(text):
 
 def average_gradients(policy):
     """The mean over processes, whose minibatches are equally large: the gradient of the whole minibatch."""
-    for parameter in policy.parameters() if WORLD_SIZE > 1 else ():
-        if parameter.grad is not None:  # LoRA has none while the value head warms up
+    if WORLD_SIZE == 1:
+        return
+    for parameter in policy.parameters():
+        if parameter.grad is not None:  # the base model never has one, LoRA has none in the warm-up
             dist.all_reduce(parameter.grad)
             parameter.grad /= WORLD_SIZE
 
@@ -545,7 +543,8 @@ class Player:
     def __init__(self, args: Args, index=0):
         self.args, self.index = args, index
         self.episode = 0  # training episodes that were begun
-        self.uncounted = 0  # of these the first ones, which began at random: they are in no statistic
+        self.counts = True  # whether the present episode enters the statistics
+        self.ended = 0  # episodes that did
         limits = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
         self.env = envs.make_env(args.env, split=args.split, **limits)
 
@@ -560,11 +559,12 @@ class Player:
     def next_episode(self):
         self.reset(training_seed(self.args.seed, self.index, self.episode))
         self.episode += 1
+        self.counts = True
 
     def random_start(self):
         """Begin training somewhere within an episode, reached by random actions."""
-        # Deviation 11: players start spread over an episode. Else all time-outs fall into one rollout, and in
-        # the others the advantages are the critic's noise, at full strength after normalisation.
+        # Deviation 11: players start spread over an episode. Else all time-outs fall into one rollout, and
+        # the others have no signal, only the critic's noise, which the normalisation scales up.
         self.next_episode()
         rng = random.Random(self.seed)
         steps = self.index * self.info["left"] // self.args.num_envs
@@ -572,7 +572,7 @@ class Player:
             _, done = self.step(rng.choice(self.info["actions"]))
             if done:
                 self.next_episode()
-        self.uncounted = self.episode
+        self.counts = not self.actions
 
     def prompt(self):
         """(messages, frames) for VLMPolicy.encode."""
@@ -590,8 +590,8 @@ class Player:
             observation, reward, terminated, truncated, self.info = self.env.step(self.actions[-1])
         self.observations.append(observation)
         self.total += float(reward)
-        # Deviation 13: a time-out is an end that is learned from; the prompt says how many actions are left.
-        # The released code gives it advantage 0, so that nothing is learned from the -1 for failing.
+        # Deviation 13: a time-out is an end like any other, without bootstrapping: the prompt says how many
+        # actions are left. The released code gives it advantage 0, and learns nothing from its penalty.
         return float(reward), bool(terminated or truncated)
 
     def result(self) -> dict:
@@ -639,7 +639,7 @@ def act(policy, players) -> list[Step]:
     for player in players:
         messages, frames = player.prompt()
         prompts.append(policy.encode(messages, frames))
-        questions.append(messages[-1]["content"][-1]["text"])
+        questions.append(messages[-1]["content"][-1]["text"])  # as `encode` has left it
     tokens, mask = policy.sample(prompts)
     responses = policy.decode(tokens, mask)
 
@@ -652,7 +652,7 @@ def act(policy, players) -> list[Step]:
 
 
 class Rollout:
-    """B = T * N environment steps, in the order of time, and what the update needs of them.
+    """B = T * N environment steps (step t of player n is number t * N + n), and what an update needs of them.
 
     steps         B of them
     last_prompts  N, what the players see after the last step
@@ -664,7 +664,7 @@ class Rollout:
         self.prompts = [step.prompt for step in steps]
         self.tokens = torch.stack([step.tokens for step in steps])  # (B, R)
         self.mask = torch.stack([step.mask for step in steps])  # (B, R)
-        self.weights = self.mask  # (B, R) of tokens in the policy loss; other weights only in comparisons
+        self.weights = self.mask  # (B, R) of tokens in the policy loss; only RL4VLM (appendix) has others
         # compute_advantages adds:
         self.logprobs = None  # (B, R) under the policy that sampled
         self.baselogprobs = None  # (B, R) under the model before training
@@ -679,8 +679,9 @@ def collect(policy, players, args: Args) -> Rollout:
         for player, step in zip(players, act(policy, players), strict=True):
             steps.append(step)
             if step.done:
-                if player.episode > player.uncounted:
+                if player.counts:
                     episodes.append(player.result())
+                    player.ended += 1
                 player.next_episode()
     last_prompts = [policy.encode(*player.prompt()) for player in players]
     return Rollout(steps, last_prompts, episodes)
@@ -714,7 +715,7 @@ def compute_advantages(policy, rollout: Rollout, args: Args) -> dict[str, float 
     # Old log-probabilities and values come from a forward pass like the one that is trained, before the first
     # epoch. So the first minibatch has ratio 1: its distance from 1 is logged as losses/ratio_first.
     rollout.logprobs, values = score(policy, rollout.prompts, rollout.tokens, rollout.mask)
-    with policy.vlm.disable_adapter():
+    with policy.peft_model.disable_adapter():
         rollout.baselogprobs, _ = score(policy, rollout.prompts, rollout.tokens, rollout.mask)
     N = len(rollout.last_prompts)
     no_response = torch.zeros(N, 0, dtype=torch.long, device=args.device)
@@ -726,7 +727,7 @@ def compute_advantages(policy, rollout: Rollout, args: Args) -> dict[str, float 
     advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)
     rollout.returns = returns.flatten()  # (B,)
 
-    all_advantages = torch.cat(gather([advantages.cpu()]))  # of all processes
+    all_advantages = torch.cat(gather([advantages.cpu()]))  # of the whole rollout, in all processes
     mean, std = all_advantages.mean().item(), all_advantages.std().item()
     rollout.advantages = (advantages.flatten() - mean) / (std + 1e-8)  # (B,)
 
@@ -769,7 +770,7 @@ def update(policy, optimizer, rollout: Rollout, args: Args, value_only=False, su
                 v_loss = value_loss(values, rollout.returns[rows])  # Eq. 4
                 kl_old = kl_loss(newlogprobs, logprobs, mask)  # Eq. 5
                 kl = kl_old if args.kl_ref == "old" else kl_base(newlogprobs, baselogprobs, mask)
-                if value_only:
+                if value_only:  # the other losses are only for the log
                     loss = args.vf_coef * v_loss
                 else:
                     loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss  # Eq. 6
@@ -778,22 +779,22 @@ def update(policy, optimizer, rollout: Rollout, args: Args, value_only=False, su
                 with torch.no_grad():
                     logratio = newlogprobs - logprobs
                     ratio = logratio.exp()
-                    if not norms:  # still the first minibatch
+                    if not norms:  # there was no optimizer step yet
                         ratio_first = max(ratio_first, (ratio - 1).abs().max().item())
                     clipped = ((ratio - 1).abs() > args.clip_coef).float()
-                    row = {
+                    losses = {
                         "policy_loss": pg_loss,
                         "value_loss": v_loss,
-                        "kl_old": kl_old,
-                        "approx_kl": step_mean((ratio - 1) - logratio, mask),
+                        "kl_old": kl_old,  # D(new || old)
+                        "approx_kl": step_mean((ratio - 1) - logratio, mask),  # D(old || new), as in CleanRL
                         "clipfrac": step_mean(clipped, mask),
                         "entropy": step_mean(entropy, mask),
                     }
-                stats.append([x.item() for x in row.values()])
+                stats.append([x.item() for x in losses.values()])
                 sizes.append(len(rows))
 
             if value_only:
-                policy.vlm.zero_grad()  # with --stop_grad false, the value loss has reached LoRA
+                policy.peft_model.zero_grad()  # with --stop_grad false, the value loss has reached LoRA
             average_gradients(policy)
             # Deviation 15: LoRA and the value head are clipped separately. One norm over both would couple
             # them: a large value gradient would shrink the policy's step.
@@ -803,7 +804,7 @@ def update(policy, optimizer, rollout: Rollout, args: Args, value_only=False, su
             norms.append([norm_lora.item(), norm_value.item()])
             optimizer.step()
 
-    means = dict(zip(row, np.average(stats, axis=0, weights=sizes).tolist(), strict=True))
+    means = dict(zip(losses, np.average(stats, axis=0, weights=sizes).tolist(), strict=True))
     means["grad_norm_lora"], means["grad_norm_value"] = np.mean(norms, axis=0).tolist()
     return means | {"ratio_first": ratio_first}
 
@@ -824,7 +825,7 @@ def cosine(update, num_updates, start, end) -> float:
 
 def make_optimizer(policy, args: Args):
     """Adam over two groups of parameters, LoRA and the value head."""
-    lora = [p for p in policy.vlm.parameters() if p.requires_grad]
+    lora = [p for p in policy.peft_model.parameters() if p.requires_grad]
     head = list(policy.value_head.parameters())
     groups = [{"params": lora}, {"params": head}]
     return torch.optim.Adam(groups, lr=args.learning_rate, eps=1e-7, fused=True)  # the released code's eps
@@ -844,8 +845,8 @@ def train(args: Args, folder: Path):
     best, recent = -math.inf, []  # the best evaluation so far; the last 100 episodes
     first = 0
     if (folder / "checkpoint.pt").exists():
-        done, best, recent = load_checkpoint(folder, policy, optimizer, players)
-        first = done + 1
+        update_done, best, recent = load_checkpoint(folder, policy, optimizer, players)
+        first = update_done + 1
     else:
         for player in players:
             player.random_start()
@@ -875,13 +876,13 @@ def train(args: Args, folder: Path):
 
             row["episodes"] = gather(rollout.episodes)
             recent = (recent + row["episodes"])[-100:]
-            # Short episodes, often successes, end first: no rate before each player has ended one that counts.
-            fair = all(gather([player.episode > player.uncounted + 1 for player in players]))
+            # Short episodes, often successes, end first: no rate before every player has ended one.
+            fair = all(gather([player.ended > 0 for player in players]))
             row |= charts(policy, rollout, losses, times, recent if fair else [])
             row["charts/learning_rate"] = rate
 
-        first_or_last = u in (0, num_updates)
-        if args.eval_episodes and (first_or_last or args.eval_every and u % args.eval_every == 0):
+        due = u in (0, num_updates) or (args.eval_every and u % args.eval_every == 0)
+        if args.eval_episodes and due:
             say(f"evaluating on {args.eval_episodes} fixed seeds")
             result = summary(evaluate(policy, eval_players, range(args.eval_episodes)))
             row |= {f"eval/{name}": x for name, x in result.items()}
@@ -899,7 +900,7 @@ def train(args: Args, folder: Path):
 
 
 def evaluate(policy, players, seeds, act=act) -> list[dict]:
-    """An episode on each seed, played as in training: a dict each, by seed. eval.py has other `act`s."""
+    """An episode on each seed, played as in training: a dict each, by seed. eval.py acts otherwise."""
     set_seed(players[0].args.seed)
     waiting = list(seeds)[RANK::WORLD_SIZE]  # the processes share the seeds
     idle, playing = list(players), []
@@ -963,8 +964,7 @@ def charts(policy, rollout: Rollout, losses, times, episodes) -> dict:
     }
     row |= {f"losses/{name}": x for name, x in losses.items()}
     row["charts/env_steps_per_second"] = len(steps) * WORLD_SIZE / (times[-1] - times[0])
-    for phase, start, end in zip(("collect", "score", "update"), times, times[1:], strict=False):
-        row[f"time/{phase}"] = end - start
+    row["time/collect"], row["time/score"], row["time/update"] = np.diff(times).tolist()
     if torch.cuda.is_available():
         row["gpu/max_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
 
@@ -1016,19 +1016,19 @@ def write_row(folder: Path, row: dict, args: Args):
 
 
 def save_adapter(policy, folder: Path):
-    """The adapter in PEFT's format. It has its name only when it is complete."""
+    """The adapter in PEFT's format, written under another name and then renamed."""
     if RANK > 0:
         return
     building = folder.with_name(folder.name + ".tmp")
-    policy.vlm.save_pretrained(building)
+    policy.peft_model.save_pretrained(building)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(building, folder)
 
 
 def save_checkpoint(folder: Path, policy, optimizer, players, **state):
     """checkpoint.pt: all that a run needs to go on, replaced in one piece."""
-    mine = [(player.seed, player.actions, player.episode, player.uncounted) for player in players]
-    all_players = gather(mine)
+    names = ("seed", "actions", "episode", "counts", "ended")
+    all_players = gather([{name: getattr(player, name) for name in names} for player in players])
     if RANK > 0:
         return
     weights = {name: p for name, p in policy.named_parameters() if p.requires_grad}
@@ -1046,11 +1046,11 @@ def load_checkpoint(folder: Path, policy, optimizer, players):
     policy.load_state_dict(state["weights"], strict=False)  # they are not all: the rest is the base model
     optimizer.load_state_dict(state["optimizer"])
     for player in players:
-        seed, actions, episode, uncounted = state["players"][player.index]
-        player.reset(seed)
-        for action in actions:  # play the episode again
+        saved = state["players"][player.index]
+        player.reset(saved["seed"])
+        for action in saved["actions"]:  # play the episode again
             player.step(action)
-        player.episode, player.uncounted = episode, uncounted
+        player.episode, player.counts, player.ended = saved["episode"], saved["counts"], saved["ended"]
     return state["update"], state["best"], state["recent"]
 
 
@@ -1058,7 +1058,7 @@ def load_checkpoint(folder: Path, policy, optimizer, players):
 
 COUNTS = ["total_timesteps", "num_envs", "num_steps", "num_images", "max_image_tokens", "max_new_tokens"]
 COUNTS += ["minibatch_size", "micro_batch_size", "update_epochs", "lora_rank", "lora_alpha"]
-# May differ when a run is resumed.
+# Options that may differ when a run is resumed.
 MAY_CHANGE = {"device", "micro_batch_size", "gradient_checkpointing", "env_timeout", "track", "resume"}
 
 
@@ -1071,8 +1071,11 @@ def load_args(folder, options=Args) -> Args:
 
 
 def mistakes(args: Args) -> list[str]:
-    """What a person mistyped, found before anything is loaded."""
+    """What a person mistyped, in words, before a model is loaded."""
     found = [f"--{name} must be at least 1" for name in COUNTS if getattr(args, name) < 1]
+    for name in ("seed", "value_warmup", "eval_episodes", "eval_every"):
+        if getattr(args, name) < 0:
+            found.append(f"--{name} must be at least 0")
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(args, name) <= 1:
             found.append(f"--{name} must be between 0 and 1")
@@ -1080,11 +1083,13 @@ def mistakes(args: Args) -> list[str]:
         if not getattr(args, name) > 0:
             found.append(f"--{name} must be above 0")
     steps = args.num_envs * args.num_steps
-    if steps > args.total_timesteps or steps % args.minibatch_size:
+    if steps > args.total_timesteps or steps % max(1, args.minibatch_size):
         found.append(f"num_envs * num_steps = {steps} must be a multiple of --minibatch_size")
         found.append("and at most --total_timesteps")
     if args.num_envs % WORLD_SIZE or args.minibatch_size % WORLD_SIZE:
         found.append(f"--num_envs and --minibatch_size must be multiples of the {WORLD_SIZE} processes")
+    if args.track and find_spec("wandb") is None:
+        found.append("--track needs Weights & Biases: pip install wandb")
     if args.adapter and not Path(args.adapter, "adapter_config.json").exists():
         found.append(f"--adapter {args.adapter} is not a folder with an adapter_config.json")
     if args.model != "tiny":
@@ -1099,10 +1104,10 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
     """The options: command line > `saved`, or the run that is resumed > the world > the toy > Args."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = HfArgumentParser(options, description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Args), re.M))  # are the help
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Args), re.M))
     for action in parser._actions:
         action.help = action.help or f"{comments.get(action.dest, '')} (default: %(default)s)"
-    given, _ = parser.parse_known_args(argv)
+    given, _ = parser.parse_known_args(argv)  # which run, world and model set the defaults
     if given.resume:
         try:
             saved = load_args(given.resume, options)
@@ -1124,15 +1129,16 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
                 parser.error(
                     f"--resume {given.resume} is another run: its --{name} is {getattr(saved, name)}"
                 )
-    if mistakes(args):
-        parser.error("; ".join(mistakes(args)))
+    found = mistakes(args)
+    if found:
+        parser.error("; ".join(found))
     return args
 
 
 # ------------------------------------------------------------------------------------------------ the run
 
 
-def tiny(args: Args) -> Path:
+def toy_folder(args: Args) -> Path:
     """The folder of the toy for these options; assets/toy.py writes it on first use, then it is cached."""
     script = Path(__file__).parent / "assets" / "toy.py"
     if not script.exists():
@@ -1159,7 +1165,7 @@ def open_run(args: Args) -> Path:
     if args.resume:
         return Path(args.resume)
     name = args.run_name or re.sub(r"[^\w.-]+", "-", f"{args.env}-{Path(args.model).name}-{args.seed}")
-    toy = tiny(args) if args.model == "tiny" else None
+    toy = toy_folder(args) if args.model == "tiny" else None
     folder, count = Path(args.runs_dir, name), 1
     while folder.exists():  # a taken name gets -2, -3 ...
         count += 1
@@ -1171,7 +1177,7 @@ def open_run(args: Args) -> Path:
         args.model = str(folder / "base")
         options["model"] = "base"
     (folder / "args.tmp").write_text(json.dumps(options, indent=1))
-    os.replace(folder / "args.tmp", folder / "args.json")  # it is there only if all before it is
+    os.replace(folder / "args.tmp", folder / "args.json")  # last: a folder with args.json is complete
     return folder
 
 

@@ -79,7 +79,7 @@ def choose(policy, episodes, args) -> vldac.Rollout | None:
     steps = [step for k, episode in enumerate(episodes) if useful[k] for step in episode]
     rollout = vldac.Rollout(steps, last_prompts=[], episodes=[])
     rollout.logprobs, values = vldac.score(policy, rollout.prompts, rollout.tokens, rollout.mask)
-    with policy.vlm.disable_adapter():
+    with policy.peft_model.disable_adapter():
         rollout.baselogprobs, _ = vldac.score(policy, rollout.prompts, rollout.tokens, rollout.mask)
     rollout.returns = torch.zeros_like(values)  # there is no critic
     rollout.advantages = advantages.flatten()[kept].to(values)

@@ -63,7 +63,7 @@ def lengthen(policy, players, length) -> int:
 
 def speed_of_vldac(args, setting) -> str:
     policy = vldac.VLMPolicy(args)
-    policy.model.generation_config.min_new_tokens = args.max_new_tokens
+    policy.vlm.generation_config.min_new_tokens = args.max_new_tokens
     optimizer = vldac.make_optimizer(policy, args)
     players = [vldac.Player(args, index) for index in range(args.num_envs)]
     for player in players:

@@ -138,7 +138,7 @@ def teach(args, folder, steps=600, batch_size=48, rounds=3, count=6000):
 
     args = dataclasses.replace(args, model=str(folder), adapter=None, device="cpu", dtype="float32")
     policy = vldac.VLMPolicy(args)
-    for name, parameter in policy.model.named_parameters():
+    for name, parameter in policy.vlm.named_parameters():
         parameter.requires_grad_("lora_" not in name)
     for example in examples + held_out:
         example.prompt = policy.encode(*example.prompt)  # in place, so that the frames are let go
@@ -146,7 +146,7 @@ def teach(args, folder, steps=600, batch_size=48, rounds=3, count=6000):
     for example in examples:
         by_caption.setdefault(example.caption, []).append(example)
     scenes = list(by_caption.values())  # rare ones are shown as often as common ones
-    optimizer = torch.optim.AdamW([p for p in policy.model.parameters() if p.requires_grad], fused=True)
+    optimizer = torch.optim.AdamW([p for p in policy.vlm.parameters() if p.requires_grad], fused=True)
 
     for number in range(rounds):
         print(f"teaching the toy to see and speak, round {number + 1} of at most {rounds}", flush=True)
@@ -159,13 +159,13 @@ def teach(args, folder, steps=600, batch_size=48, rounds=3, count=6000):
             logprobs, _, _ = policy([example.prompt for example in batch], tokens, mask)
             optimizer.zero_grad()
             (-vldac.step_mean(logprobs, mask)).backward()
-            torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(policy.vlm.parameters(), 1.0)
             optimizer.step()
         parsed, true = judge(policy, held_out)
         print(f"on held-out frames {parsed:.3f} of the responses parse, {true:.3f} of the thoughts are true")
         if parsed >= 0.99 and true >= 0.9:
             break
-    policy.vlm.unload().save_pretrained(folder)
+    policy.peft_model.unload().save_pretrained(folder)
 
 
 if __name__ == "__main__":
