@@ -2231,19 +2231,11 @@ def test_two_processes_of_eight_have_the_gradient_of_one_of_sixteen(tmp_path, mo
     torch.testing.assert_close(two["gradients"], one["gradients"], rtol=1e-4, atol=1e-6)
 
 
-def test_a_run_of_two_processes(tmp_path, model_folder, monkeypatch, capfd):
+@pytest.mark.parametrize("algo", ["vldac", "rl4vlm"])
+def test_a_run_of_two_processes(algo, tmp_path, model_folder, monkeypatch, capfd):
     """Totals are totals, seeds differ, one process writes; killed and resumed, the log is the same."""
-    argv = [
-        "--env",
-        "test_vldac:Troubled",
-        *LONG,
-        "--num_envs",
-        4,
-        "--num_steps",
-        2,
-        "--model",
-        model_folder(),
-    ]
+    argv = ["--env", "test_vldac:Troubled", "--model", model_folder(), "--algo", algo]
+    argv += [*LONG, "--num_envs", 4, "--num_steps", 2]
     assert forked(lambda: run(tmp_path, *argv, name="whole"), ranks=2) == [0, 0]
     rows = rows_of(tmp_path / "whole")
     assert [row["global_step"] for row in rows] == [0, 8, 16, 24, 32]
