@@ -1237,7 +1237,8 @@ def main(argv=None):
             # The processes wait for each other as long as the toy's lesson or an update may take.
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(days=1))
             folder, args = gather([(folder, args)])[0]
-        say(f"{folder}: {args.env}, {args.model} on {args.device}")
+        changed = [f"{name} {x}" for name, x in vars(args).items() if x != getattr(Args(), name)]
+        say(f"{folder}: not at their defaults are {', '.join(changed)}")
         say(f"to go on after any stop: {PROGRAM} --resume {folder}")
         say("success and return are shown once every player has ended an episode from its start")
         train(args, folder)

@@ -127,6 +127,7 @@ def judge(policy, examples) -> tuple[float, float]:
 
 def teach(args, folder, steps=600, batch_size=48, rounds=3, count=6000):
     """Rounds until, on held-out frames, 0.99 of the responses parse and 0.9 of the thoughts are true."""
+    print(f"collecting {count} examples of {args.env} for the toy", flush=True)
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     examples, held_out = play(args, count, args.seed), play(args, min(512, count), args.seed + 1)
