@@ -1270,18 +1270,18 @@ def test_without_opengl_the_message_names_the_packages(library):
     """As on a Linux machine without them: pyglet's loader does not find one of its libraries."""
     pytest.importorskip("pyglet")
     code = f"""
-import sys, pyglet.lib, vldac
+import pyglet.lib, envs
 load = pyglet.lib.loader.load_library
 def missing(*names, **options):
     if {library!r} in names:
         raise ImportError('Library "{library}" not found.')
     return load(*names, **options)
 pyglet.lib.load_library = pyglet.lib.loader.load_library = missing
-vldac.main(["--env", "OneRoom", "--device", "cpu"])
+envs.make_env("OneRoom")
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
-    (line,) = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and "apt-get install" in line and "--env NumberLine" in line
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("envs.UserError") and "apt-get install" in line and "--env NumberLine" in line
 
 
 def test_importing_the_worlds_imports_no_torch_and_no_simulator():
@@ -2436,7 +2436,7 @@ def toy_run(tmp_path_factory):
         "vldac.py",
     ]
     command += (
-        "--env test_vldac:Signal --model tiny --device cpu --total_timesteps 2048 --num_envs 64".split()
+        "--env test_vldac:Signal --model tiny --device cpu --total_timesteps 3072 --num_envs 64".split()
     )
     command += "--num_steps 4 --minibatch_size 64 --value_warmup 1 --eval_episodes 100 --run_name run".split()
     own = {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
@@ -2448,9 +2448,10 @@ def toy_run(tmp_path_factory):
 
 def test_the_toy_learns(toy_run):
     """The README's promise in its smallest form: obeying one word, from chance to nearly always."""
-    first, *_, last = rows_of(toy_run[0] / "run")
+    first, *rows = rows_of(toy_run[0] / "run")
+    last = rows[-1]
     assert first["eval/success_rate"] < 0.7 and last["eval/success_rate"] > 0.9
-    assert first["eval/invalid_action_rate"] < 0.05 and last["eval/invalid_action_rate"] < 0.05
+    assert np.mean([row["charts/invalid_action_rate"] for row in rows]) < 0.05
 
 
 def test_one_process_teaches_the_toy_and_the_run_keeps_it(toy_run, tmp_path, monkeypatch, capfd):
@@ -2523,9 +2524,9 @@ def test_an_evaluation_repeats_itself_and_its_figures_follow_from_its_episodes(f
     assert base["weights"] is None and len(a["weights"]) == 64
 
 
-@pytest.mark.parametrize("env", ["OneRoom", "Hallway", "NumberLine"])
+@pytest.mark.parametrize("env", [pytest.param("OneRoom", marks=needs_opengl), "NumberLine"])
 def test_the_helper_is_a_ceiling_and_chance_a_floor(env, tmp_path):
-    words = ["--env", env, "--model", "tiny", "--episodes", "25", "--policy"]
+    words = ["--env", env, "--model", "tiny", "--episodes", "12", "--policy"]
     ceiling, floor = (evaluated(tmp_path / f"{kind}.json", *words, kind) for kind in ("hint", "random"))
     assert ceiling["summary"]["success_rate"] == 1.0 and ceiling["mode"] == "scripted"
     assert floor["summary"]["success_rate"] < {"NumberLine": 0.8}.get(env, 0.4)
