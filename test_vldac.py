@@ -2317,6 +2317,7 @@ WRONG = [
     ("--algo ppo", "invalid choice: 'ppo'"),
     ("--num_envs 0", "--num_envs must be at least 1"),
     ("--num_envs 1.5", "invalid int value: '1.5'"),
+    ("--max_episode_steps 0", "--max_episode_steps must be at least 1"),
     ("--minibatch_size 100", "512 must be a multiple of --minibatch_size"),
     ("--total_timesteps 5", "at most --total_timesteps"),
     ("--track perhaps", "--track"),

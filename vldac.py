@@ -1058,6 +1058,7 @@ def load_checkpoint(folder: Path, policy, optimizer, players):
 
 COUNTS = ["total_timesteps", "num_envs", "num_steps", "num_images", "max_image_tokens", "max_new_tokens"]
 COUNTS += ["minibatch_size", "micro_batch_size", "update_epochs", "lora_rank", "lora_alpha"]
+COUNTS += ["max_episode_steps"]
 # Options that may differ when a run is resumed.
 MAY_CHANGE = {"device", "micro_batch_size", "gradient_checkpointing", "env_timeout", "track", "resume"}
 
@@ -1072,7 +1073,10 @@ def load_args(folder, options=Args) -> Args:
 
 def mistakes(args: Args) -> list[str]:
     """What a person mistyped, in words, before a model is loaded."""
-    found = [f"--{name} must be at least 1" for name in COUNTS if getattr(args, name) < 1]
+    found = []
+    for name in COUNTS:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            found.append(f"--{name} must be at least 1")
     for name in ("seed", "value_warmup", "eval_episodes", "eval_every"):
         if getattr(args, name) < 0:
             found.append(f"--{name} must be at least 0")
