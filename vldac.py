@@ -1088,8 +1088,8 @@ def mistakes(args: Args) -> list[str]:
             found.append(f"--{name} must be above 0")
     steps = args.num_envs * args.num_steps
     if steps > args.total_timesteps or steps % max(1, args.minibatch_size):
-        found.append(f"num_envs * num_steps = {steps} must be a multiple of --minibatch_size")
-        found.append("and at most --total_timesteps")
+        words = "must be a multiple of --minibatch_size and at most --total_timesteps"
+        found.append(f"num_envs * num_steps = {steps} {words}")
     if args.num_envs % WORLD_SIZE or args.minibatch_size % WORLD_SIZE:
         found.append(f"--num_envs and --minibatch_size must be multiples of the {WORLD_SIZE} processes")
     if args.track and find_spec("wandb") is None:
@@ -1100,6 +1100,7 @@ def mistakes(args: Args) -> list[str]:
         try:
             AutoConfig.from_pretrained(args.model)
         except (OSError, ValueError) as reason:
+            reason = " ".join(str(reason).split())  # the hub's has several lines
             found.append(f"--model {args.model}: {reason}")
     return found
 
