@@ -1,12 +1,12 @@
-"""The worlds: MiniWorld, four card games, ALFWorld, WebShop, and your own. Imports no torch.
+"""The worlds: MiniWorld, four card games, ALFWorld, WebShop, and any Gymnasium environment. Imports no torch.
 
-One contract. `make_env(name, **options)` returns a `gymnasium.Env` whose observations are
-`{"image": uint8 (H, W, 3), "text": str}` and whose actions are strings. `info` carries
+One contract, Gymnasium's. Observations are {"image": uint8 (H, W, 3), "text": str}, actions are strings, and
+`info` carries
 
     task      what to achieve (required at reset)
     actions   the actions admissible now, as the strings the model must write (required)
     success   the world's own success flag
-    left      actions left before the time limit (required; --env gives it to worlds that have none)
+    left      actions left before the time limit
 
 A world may have methods `caption()`, a true one-line description of the scene, and `hint()`, a sensible
 admissible action: the toy model learns to see and speak from them, and no agent is ever shown either.
@@ -14,32 +14,33 @@ admissible action: the toy model learns to see and speak from them, and no agent
 After `reset(seed=s)` an episode is a function of s and the actions, bit for bit. An action that is not
 admissible costs its step, changes nothing and pays `invalid_reward` (in the card games: see their rules). At
 the time limit `step` returns truncated=True, and terminated=True beside it if that action ended the episode.
+
+    make_env("OneRoom")                             a world of this file: "vldac/OneRoom-v0" in the registry
+    make_env("FrozenLake-v1")                       any environment with Discrete actions and rendered frames
+    make_env("minigrid:MiniGrid-DoorKey-5x5-v0")    the same, after importing the module that registers it
+    make_env("my_world:Doors-v0")                   your own, with the contract's spaces or Discrete actions
 """
 
 import ast
 import contextlib
-import difflib
+import enum
 import functools
-import importlib
 import io
 import itertools
 import math
-import numbers
+import operator
 import os
 import random
 import re
 import shutil
 import sys
 import textwrap
-import urllib.error
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import unquote, urljoin
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Box, Dict, Text
+from gymnasium.spaces import Box, Dict, Discrete, Text
 from PIL import Image, ImageDraw, ImageFont
 
 
@@ -58,32 +59,45 @@ class AnyText(Text):
 
 
 class World(gym.Env):
-    """What the adapters share: the spaces, the time limit and the info dict.
+    """What the worlds of this file share: the spaces, the time limit and the info dict.
 
-    A subclass gives `task`, `actions`, `_reset()`, `_step(action) -> (reward, terminated)`, `_frame()`,
-    `caption()` and `hint()`, and sets `success`.
+    A subclass has `task`, `actions`, `_reset()`, `_step(action) -> (reward, terminated)`, `_frame()`,
+    `caption()` and perhaps `hint()`, and sets `success`.
+
+    limit           actions in an episode; None: the world's own
+    invalid_reward  for an action that is not admissible; None: the world's own
+    split           "train" or "eval", where there is a fixed set of games or goals
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+    size = (300, 300)  # height and width of a frame
+    limit = 50
+    invalid_reward = 0.0
     time_out_reward = 0.0
-    longest_text, most_actions = 4000, 150  # characters and actions in the prompt; what is cut is said there
 
-    def __init__(self, size, max_episode_steps, invalid_reward):
-        self.observation_space = Dict(image=Box(0, 255, (*size, 3), np.uint8), text=AnyText())
+    def __init__(self, limit=None, invalid_reward=None, split="train", render_mode=None):
+        self.observation_space = Dict(image=Box(0, 255, (*self.size, 3), np.uint8), text=AnyText())
         self.action_space = AnyText()
-        self.max_episode_steps, self.invalid_reward = max_episode_steps, invalid_reward
-        self.render_mode = "rgb_array"
+        self.split, self.render_mode = split, render_mode
+        if limit is not None:
+            self.limit = limit
+        if invalid_reward is not None:
+            self.invalid_reward = invalid_reward
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.taken, self.success = 0, False
+        self.taken = 0
+        self.success = False
         self._reset()
         return self._observation(), self._info()
 
     def step(self, action: str):
         self.taken += 1
-        reward, terminated = self._step(action) if self._admissible(action) else (self._invalid(), False)
-        truncated = self.taken >= self.max_episode_steps
+        if self._admissible(action):
+            reward, terminated = self._step(action)
+        else:
+            reward, terminated = self._invalid(), False
+        truncated = self.taken >= self.limit
         if truncated and not terminated:
             reward += self.time_out_reward
         return self._observation(), float(reward), terminated, truncated, self._info()
@@ -92,7 +106,7 @@ class World(gym.Env):
         return self._frame()
 
     def _admissible(self, action) -> bool:
-        return isinstance(action, str) and action in self.actions[: self.most_actions]
+        return action in self.actions
 
     def _invalid(self) -> float:
         return self.invalid_reward
@@ -101,16 +115,11 @@ class World(gym.Env):
         return ""
 
     def _observation(self):
-        text, hidden = self._text(), len(self.actions) - self.most_actions
-        if len(text) > self.longest_text:
-            text = text[: self.longest_text] + f" (and {len(text) - self.longest_text} more characters)"
-        if hidden > 0:
-            text += f"\n({hidden} more actions are not listed.)"
-        return {"image": self._frame(), "text": text}
+        return {"image": self._frame(), "text": self._text()}
 
     def _info(self):
-        info = {"task": self.task, "actions": list(self.actions[: self.most_actions])}
-        return info | {"success": self.success, "left": self.max_episode_steps - self.taken}
+        left = self.limit - self.taken
+        return {"task": self.task, "actions": list(self.actions), "success": self.success, "left": left}
 
 
 # ----------------------------------------------------------------------------------------------- MiniWorld
@@ -125,12 +134,10 @@ OPENGL = (
 )
 
 
-@functools.cache
-def load_miniworld():
-    """Import miniworld so that it renders without a display, and several kinds of world side by side.
-
-    UserError with the install command if OpenGL is missing.
-    """
+def make_simulator(name, height, width):
+    """MiniWorld's own environment, rendering without a display. UserError if OpenGL is missing."""
+    # The window is never shown; at its default size its buffers cost 30 MB.
+    sizes = {"obs_height": height, "obs_width": width, "window_height": height, "window_width": width}
     try:
         import pyglet
 
@@ -140,70 +147,36 @@ def load_miniworld():
             if os.path.exists(mesa):  # not NVIDIA's EGL: the same frames on every machine, no GPU memory
                 os.environ.setdefault("__EGL_VENDOR_LIBRARY_FILENAMES", mesa)
         pyglet.options["debug_gl"] = False
-        import miniworld.miniworld as simulator
-
-        # The first context is where a missing driver shows, freetype included.
-        with contextlib.redirect_stdout(io.StringIO()):
-            gym.make("MiniWorld-OneRoom-v0", disable_env_checker=True, window_width=80, window_height=60)
+        with contextlib.redirect_stdout(io.StringIO()):  # "Falling back to num_samples=4"
+            return gym.make(f"miniworld:MiniWorld-{name}-v0", disable_env_checker=True, **sizes).unwrapped
     except ModuleNotFoundError as error:
         raise UserError(f"MiniWorld is not installed ({error}): pip install -r requirements.txt") from None
     except Exception as error:  # an ImportError or one of five of pyglet's own, all for want of OpenGL
         raise UserError(f"MiniWorld cannot render here ({type(error).__name__}: {error}): {OPENGL}") from None
 
-    # Every world compiles its walls into OpenGL display list 1, and contexts share lists: a Hallway drawn
-    # after a OneRoom would show the OneRoom's walls. So each world gets a list number of its own.
-    numbers, current = itertools.count(1), [1]
-    for name in ("glDeleteLists", "glNewList", "glCallList"):
-        function = getattr(simulator, name)
-        setattr(simulator, name, lambda _, *rest, function=function: function(current[0], *rest))
-
-    def with_own_list(function):
-        def method(self, *args, **kwargs):
-            if not hasattr(self, "display_list"):
-                self.display_list = next(numbers)
-            current[0] = self.display_list
-            return function(self, *args, **kwargs)
-
-        return method
-
-    world = simulator.MiniWorldEnv
-    world._render_static = with_own_list(world._render_static)
-    world._render_world = with_own_list(world._render_world)
-
 
 class MiniWorld(World):
-    """Go to the red box. Reward 1 - 0.2 * steps / the world's own limit on success, -1 on failure, else 0."""
+    """Go to the red box. Reward 1 - 0.2 * steps / the simulator's limit on success, -1 on failure, else 0."""
 
     task = "go to the red box"
     actions = ("turn left", "turn right", "move forward", "move back")  # MiniWorld's actions 0 to 3
+    size = (60, 80)
     time_out_reward = -1.0
 
-    def __init__(self, name, max_episode_steps=128, invalid_reward=0.0, size=(60, 80)):
-        load_miniworld()
-        height, width = size
-        with contextlib.redirect_stdout(io.StringIO()):  # "Falling back to num_samples=4"
-            self.env = gym.make(
-                f"MiniWorld-{name}-v0",
-                disable_env_checker=True,
-                obs_height=height,
-                obs_width=width,
-                window_height=height,  # the unused window's buffers cost 30 MB each at their default size
-                window_width=width,
-            ).unwrapped
-        self.half_turn = self.env.params.sample(None, "turn_step") / 2
-        super().__init__(size, min(max_episode_steps, self.env.max_episode_steps), invalid_reward)
+    def __init__(self, name, limit=None, **options):
+        self.env = make_simulator(name, *self.size)
+        super().__init__(min(limit or 128, self.env.max_episode_steps), **options)
 
     def _reset(self):
-        seed = int(self.np_random.integers(2**31))
-        self.image = self.env.reset(seed=seed)[0]
-        self.unseen = 0
-        self._look()
+        self.image, _ = self.env.reset(seed=int(self.np_random.integers(2**31)))
 
     def _step(self, action):
+        # All worlds compile their walls into one OpenGL list, number 1: compile this one's again.
+        self.env._render_static()
         self.image, reward, terminated, *_ = self.env.step(self.actions.index(action))
-        self._look()
         self.success = terminated and reward > 0
-        return (reward if self.success or not terminated else -1.0), terminated
+        failed = terminated and not self.success
+        return (-1.0 if failed else reward), terminated
 
     def _invalid(self):
         self.env.step_count += 1  # so that a later success pays for this step too
@@ -212,31 +185,32 @@ class MiniWorld(World):
     def _frame(self):
         return self.image.copy()
 
-    def _look(self):
-        """Find the red box in the frame: its bearing in degrees (right is positive), None if out of view."""
-        red = (self.image[..., 0] > 120) & (self.image[..., 1:].max(2) < 60)
+    def _where(self):
+        """Where in the frame the red box is, as seen by its colour; None if it is out of view."""
+        red = (self.image[..., 0] > 120) & (self.image[..., 1:].max(axis=2) < 60)  # (H, W)
         if red.sum() < 3:
-            self.bearing, self.unseen = None, self.unseen + 1
-            return
+            return None
         height, width = red.shape
-        focal = height / 2 / math.tan(math.radians(30))  # pixels; MiniWorld's vertical field of view is 60
-        offset = red.any(0).nonzero()[0].mean() + 0.5 - width / 2
-        self.bearing, self.unseen = math.degrees(math.atan(offset / focal)), 0
-
-    def _side(self):
-        """0 left, 1 ahead (within half a turn of the middle, and two degrees for the pixels), 2 right."""
-        return 1 + (self.bearing > self.half_turn + 2) - (self.bearing < -self.half_turn - 2)
+        columns = red.any(axis=0).nonzero()[0]
+        offset = columns.mean() + 0.5 - width / 2  # pixels to the right of the middle
+        focal = height / 2 / math.tan(math.radians(30))  # pixels; the vertical field of view is 60 degrees
+        bearing = math.degrees(math.atan(offset / focal))
+        # Ahead is within half a turn of the middle, and two degrees for the pixels.
+        ahead = self.env.params.sample(None, "turn_step") / 2 + 2
+        if abs(bearing) <= ahead:
+            return "ahead"
+        return "on the left" if bearing < 0 else "on the right"
 
     def caption(self):
-        if self.bearing is None:
-            return "no red box in view"
-        return "the red box is " + ("on the left", "ahead", "on the right")[self._side()]
+        where = self._where()
+        return f"the red box is {where}" if where else "no red box in view"
 
     def hint(self):
-        """Turn until the box is ahead, then walk; after a full turn without seeing it, wander a little."""
-        if self.bearing is None:
-            return "turn left" if self.unseen % 36 <= 24 else "move forward"
-        return ("turn left", "move forward", "turn right")[self._side()]
+        """Turn until the box is ahead, then walk; without a box in view, turn around and wander a little."""
+        where = self._where()
+        if where is None:
+            return "turn left" if self.taken % 36 <= 24 else "move forward"
+        return {"on the left": "turn left", "ahead": "move forward", "on the right": "turn right"}[where]
 
 
 # ---------------------------------------------------------------------------------------------- card games
@@ -261,7 +235,7 @@ def draw_card(draw, x, y, width, rank, suit):
     color = "#c8102e" if suit in "DH" else "black"
     draw.rounded_rectangle(box, width // 10, fill="white", outline="black")
     draw.text((x + width / 2, y + height * 0.32), rank, color, font(width * 3 // 5), anchor="mm")
-    r, cx, cy = width / 7, x + width / 2, y + height * 0.75
+    r, cx, cy = width / 7, x + width / 2, y + height * 0.75  # the suit's size and middle
 
     def blob(dx, dy):
         draw.ellipse((cx + (dx - 1) * r, cy + (dy - 1) * r, cx + (dx + 1) * r, cy + (dy + 1) * r), fill=color)
@@ -272,18 +246,27 @@ def draw_card(draw, x, y, width, rank, suit):
     if suit == "D":
         polygon((0, -2), (1.5, 0), (0, 2), (-1.5, 0))
     elif suit == "H":
-        blob(-0.9, -0.6), blob(0.9, -0.6), polygon((-1.8, -0.2), (1.8, -0.2), (0, 2))
+        blob(-0.9, -0.6)
+        blob(0.9, -0.6)
+        polygon((-1.8, -0.2), (1.8, -0.2), (0, 2))
     else:
         polygon((0, 0), (0.7, 2), (-0.7, 2))  # the stem
-        blob(-0.9, 0.4), blob(0.9, 0.4)
-        blob(0, -1) if suit == "C" else polygon((-1.7, 0.1), (1.7, 0.1), (0, -2))
+        blob(-0.9, 0.4)
+        blob(0.9, 0.4)
+        if suit == "C":
+            blob(0, -1)
+        else:
+            polygon((-1.7, 0.1), (1.7, 0.1), (0, -2))
 
 
 class CardGame(World):
     """A card game on a 300 x 300 table. `invalid_reward` is what anything but a symbol of the game pays."""
 
-    def __init__(self, max_episode_steps, invalid_reward=-1.0):
-        super().__init__((300, 300), max_episode_steps, invalid_reward)
+    background = GREEN
+    invalid_reward = -1.0
+
+    def __init__(self, limit=None, **options):
+        super().__init__(min(limit or self.limit, self.limit), **options)
 
     def _frame(self):
         image = Image.new("RGB", (300, 300), self.background)
@@ -297,9 +280,7 @@ class NumberLine(CardGame):
     task = "make the current number equal to the target number; + adds one, - takes one away"
     actions = ("-", "+")
     background = "white"
-
-    def __init__(self, max_episode_steps=10, **options):
-        super().__init__(min(max_episode_steps, 10), **options)
+    limit = 10
 
     def _reset(self):
         self.current, self.target = map(int, self.np_random.integers(0, 6, 2))
@@ -308,10 +289,13 @@ class NumberLine(CardGame):
 
     def _step(self, action):
         before = abs(self.target - self.current)
-        self.current = min(5, max(0, self.current + (1 if action == "+" else -1)))
+        moved = self.current + (1 if action == "+" else -1)
+        self.current = min(5, max(0, moved))
         after = abs(self.target - self.current)
         self.success = after == 0
-        return (1 if after == 0 else -1 if after >= before else 0), self.success
+        if self.success:
+            return 1, True
+        return (0 if after < before else -1), False
 
     def _draw(self, draw):
         for label, number, y in (("Target:", self.target, 80), ("Current:", self.current, 220)):
@@ -325,6 +309,10 @@ class NumberLine(CardGame):
         return "+" if self.current < self.target else "-"
 
 
+SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+SIGN_OF = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+
+
 def evaluate(formula) -> Fraction | None:
     """The exact value of a list of symbols ("1" to "10", + - * / ( ), blanks ignored), None if malformed.
 
@@ -335,69 +323,56 @@ def evaluate(formula) -> Fraction | None:
     >>> evaluate(["2", "4"]), evaluate(["2", "*", "*", "3"]), evaluate(["4", "/", "(", "2", "-", "2", ")"])
     (None, None, None)
     """
-    symbols = [s for s in formula if s != " "][::-1]  # a stack: the next symbol is the last
 
-    def number():
-        symbol = symbols.pop()
-        if symbol != "(":
-            return Fraction(int(symbol))  # ValueError if it is an operator or a closing bracket
-        value = total()
-        if symbols.pop() != ")":
-            raise ValueError
-        return value
-
-    def product():
-        value = number()
-        while symbols and symbols[-1] in "*/":
-            value = value * number() if symbols.pop() == "*" else value / number()
-        return value
-
-    def total():
-        value = product()
-        while symbols and symbols[-1] in "+-":
-            value = value + product() if symbols.pop() == "+" else value - product()
-        return value
+    def value(node):
+        if isinstance(node, ast.BinOp):
+            return SIGNS[SIGN_OF[type(node.op)]](value(node.left), value(node.right))
+        return Fraction(node.value)  # a sign or a call has no value
 
     try:
-        value = total()
-    except (ValueError, IndexError, ZeroDivisionError):
+        return value(ast.parse(" ".join(formula).strip(), mode="eval").body)
+    except (SyntaxError, AttributeError, ZeroDivisionError):
         return None
-    return None if symbols else value
 
 
 @functools.cache
-def solutions(numbers, operators, target) -> list[list[str]]:
-    """Formulas that use each number once and equal the target, shortest first ([] if there is none)."""
-    shapes = ["aob"] if len(numbers) == 2 else ["aobocod", "(aob)ocod", "(aob)o(cod)", "ao(boc)od"]
-    if len(numbers) == 4:
-        shapes += ["ao(bocod)", "(aoboc)od", "((aob)oc)od", "(ao(boc))od", "ao((boc)od)", "ao(bo(cod))"]
+def solutions(numbers, signs, target) -> list[list[str]]:
+    """Formulas that use each number once and equal the target, with brackets wherever there may be some."""
     found = []
-    for shape in shapes:
-        for order in dict.fromkeys(itertools.permutations(numbers)):
-            for signs in itertools.product(operators, repeat=len(numbers) - 1):
-                names, sign = dict(zip("abcd", map(str, order), strict=False)), iter(signs)
-                formula = [next(sign) if c == "o" else names.get(c, c) for c in shape]
-                if evaluate(formula) == target:
-                    found.append(formula)
+
+    def search(terms):
+        """Join two of the terms, (value, symbols) each, in every way until one is left."""
+        if len(terms) == 1 and terms[0][0] == target:
+            found.append(terms[0][1][1:-1])  # without the outermost brackets
+        for i, j in itertools.permutations(range(len(terms)), 2):
+            (x, left), (y, right) = terms[i], terms[j]
+            others = [term for k, term in enumerate(terms) if k not in (i, j)]
+            for sign in signs:
+                if sign != "/" or y != 0:
+                    search([(SIGNS[sign](x, y), ["(", *left, sign, *right, ")"]), *others])
+
+    search([(Fraction(n), [str(n)]) for n in numbers])
     return found
+
+
+FORMULA_TASK = (
+    "write a formula that equals {}, one symbol at a time, using the number of each card "
+    "exactly once with {}; A counts as 1, J, Q and K as 10; finish with ="
+)
+NUMBERS = tuple(map(str, range(1, 11)))
 
 
 class EZPoints(CardGame):
     """Write a formula over two cards that equals 12: 10 if right, -1 if wrong or for a number not there."""
 
-    target, operators, card_width, formula_at = 12, ("+", "*"), 135, (10, 258)
-    background = GREEN
+    target = 12
+    signs = ("+", "*")
+    actions = (*NUMBERS, *signs, "=")
+    task = FORMULA_TASK.format(target, " ".join(signs))
     longest = 5  # a formula longer than this ends the game
-
-    def __init__(self, max_episode_steps=None, **options):
-        self.actions = (*map(str, range(1, 11)), *self.operators, "=")
-        signs = " ".join(self.operators)
-        self.task = (
-            f"write a formula that equals {self.target}, one symbol at a time, using the number of each card "
-            f"exactly once with {signs}; A counts as 1, J, Q and K as 10; finish with ="
-        )
-        own = self.longest + 2
-        super().__init__(min(max_episode_steps or own, own), **options)
+    limit = longest + 2
+    card_width = 135
+    formula_at = (10, 258)
 
     def _reset(self):
         rank = int(self.np_random.integers(2, 14))
@@ -411,11 +386,12 @@ class EZPoints(CardGame):
     def _deal(self):
         self.suits = ["CDHS"[i] for i in self.np_random.integers(0, 4, len(self.ranks))]
         self.numbers = [min(rank, 10) for rank in self.ranks]
-        self.free, self.formula = [str(n) for n in self.numbers], []
+        self.free = [str(n) for n in self.numbers]  # not used yet
+        self.formula = []
 
     def _step(self, action):
         if len(self.formula) > self.longest:
-            return -1, False  # this is step longest + 2: the time limit ends the game, whatever was written
+            return -1, False  # the last step: the time limit ends the game, whatever was written
         if action.isdigit() and action not in self.free:
             return self._blank(-1.0), False
         if action == "=":
@@ -439,8 +415,9 @@ class EZPoints(CardGame):
 
     def _draw(self, draw):
         width = self.card_width
+        y = (300 - width * 7 // 5) // 2
         for i, (rank, suit) in enumerate(zip(self.ranks, self.suits, strict=True)):
-            draw_card(draw, 5 + int(i * width * 1.1), (300 - width * 7 // 5) // 2, width, RANKS[rank], suit)
+            draw_card(draw, 5 + int(i * width * 1.1), y, width, RANKS[rank], suit)
         draw.text(self.formula_at, "Formula: " + " ".join(self.formula), "white", font(20))
 
     def caption(self):
@@ -449,20 +426,23 @@ class EZPoints(CardGame):
     def hint(self):
         """The next symbol of a solution that starts with what is written, else = to end it."""
         written = [s for s in self.formula if s != " "]
-        for formula in solutions(tuple(sorted(self.numbers)), self.operators, self.target):
-            if formula[: len(written)] == written:
-                return formula[len(written)] if len(formula) > len(written) else "="
+        for formula in solutions(tuple(sorted(self.numbers)), self.signs, self.target):
+            if formula[: len(written)] == written and formula != written:
+                return formula[len(written)]
         return "="
 
 
 class Points24(EZPoints):
     """Four cards and 24, with + - * / ( ). 27 % of the deals have no solution."""
 
-    target, operators, card_width, formula_at, longest = 24, ("+", "-", "*", "/"), 67, (10, 210), 20
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.actions = (*self.actions[:-1], "(", ")", "=")
+    target = 24
+    signs = ("+", "-", "*", "/")
+    actions = (*NUMBERS, *signs, "(", ")", "=")
+    task = FORMULA_TASK.format(target, " ".join(signs))
+    longest = 20
+    limit = longest + 2
+    card_width = 67
+    formula_at = (10, 210)
 
     def _reset(self):
         self.ranks = [int(rank) for rank in self.np_random.integers(1, 14, 4)]
@@ -474,10 +454,7 @@ class Blackjack(CardGame):
 
     task = "win at blackjack: come closer to 21 than the dealer without going over"
     actions = ("stand", "hit")
-    background = GREEN
-
-    def __init__(self, max_episode_steps=20, **options):
-        super().__init__(min(max_episode_steps, 20), **options)
+    limit = 20
 
     def _card(self):
         """(value, rank, suit) from an infinite deck; a ten is shown as J, Q or K."""
@@ -494,7 +471,8 @@ class Blackjack(CardGame):
         return total if total <= 21 else 0
 
     def _reset(self):
-        self.dealer, self.player = [self._card(), self._card()], [self._card(), self._card()]
+        self.dealer = [self._card(), self._card()]
+        self.player = [self._card(), self._card()]
 
     def _step(self, action):
         if action == "hit":
@@ -521,10 +499,14 @@ class Blackjack(CardGame):
 
     def hint(self):
         """The basic strategy for hitting and standing."""
-        total, shown = self.score(self.player), self.dealer[0][0]
-        if total != sum(card[0] for card in self.player):  # an ace counts as 11
+        total = self.score(self.player)
+        shown = self.dealer[0][0]
+        ace_is_11 = total != sum(card[0] for card in self.player)
+        if ace_is_11:
             return "hit" if total <= 17 else "stand"
-        return "stand" if total >= 17 or total >= 12 + (shown < 4) and 2 <= shown <= 6 else "hit"
+        weak_dealer = 2 <= shown <= 6
+        enough = 13 if shown < 4 else 12  # against a weak dealer
+        return "stand" if total >= 17 or (weak_dealer and total >= enough) else "hit"
 
 
 # ------------------------------------------------------------------------------------------------ ALFWorld
@@ -533,19 +515,15 @@ ALFWORLD = (
     "pip install alfworld (Python 3.9 to 3.12, with a C++ compiler and make), then alfworld-download "
     "(ALFWORLD_DATA says where to, by default ~/.cache/alfworld)"
 )
-THOR = 'pip install "alfworld[vis]", an X server with OpenGL, and a download of the simulator at its start'
 
 
 @contextlib.contextmanager
 def undisturbed():
-    """Around calls of alfworld, which prints, overwrites sys.argv and draws from the global generator."""
-    argv, state = sys.argv, random.getstate()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        sys.argv = argv
-        random.setstate(state)
+    """Around calls of alfworld that print and overwrite sys.argv."""
+    argv = sys.argv
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+    sys.argv = argv
 
 
 @functools.cache
@@ -556,63 +534,71 @@ def load_alfworld(kind, split):
 
         make = get_environment(kind)
     except ImportError as error:
-        need = THOR if kind == "AlfredThorEnv" and error.name != "alfworld" else ALFWORLD
-        raise UserError(f"ALFWorld is not installed ({error}): {need}") from None
+        raise UserError(f"ALFWorld is not installed ({error}): {ALFWORLD}") from None
     if sys.version_info >= (3, 13):
         raise UserError(f"ALFWorld's games do not run on Python {sys.version.split()[0]}: use 3.9 to 3.12")
     name = {"train": "train", "eval": "valid_unseen"}[split]
     games = os.path.join(os.environ["ALFWORLD_DATA"], "json_2.1.1", name)
+    thor = {"screen_width": 300, "screen_height": 300, "smooth_nav": False, "save_frames_to_disk": False}
     config = {
-        "dataset": {"data_path": games, "eval_ood_data_path": games, "num_train_games": -1,
-                    "num_eval_games": -1},
+        "dataset": {"num_train_games": -1, "num_eval_games": -1},
         "env": {
-            "goal_desc_human_anns_prob": 0.0, "task_types": [1, 2, 3, 4, 5, 6], "domain_randomization": False,
+            "goal_desc_human_anns_prob": 0.0,
+            "task_types": [1, 2, 3, 4, 5, 6],
+            "domain_randomization": False,
             "expert_type": "handcoded",
-            "thor": {"screen_width": 300, "screen_height": 300, "smooth_nav": False,
-                     "save_frames_to_disk": False, "save_frames_path": "."},
+            "thor": thor | {"save_frames_path": "."},
         },
         "controller": {"type": "oracle", "debug": False, "load_receps": True},
         "general": {"training_method": "dqn"},  # with "dagger" an expert would play along
         "rl": {"training": {"max_nb_steps_per_episode": 10**6}},  # the time limit is ours
-    }  # fmt: skip
+    }
+    config["dataset"] |= {"data_path": games, "eval_ood_data_path": games}
     with undisturbed():
-        found = os.path.isdir(games)  # an empty folder makes its reset hang for ever
-        maker = found and make(config, train_eval="train" if split == "train" else "eval_out_of_distribution")
-    if not found or not maker.num_games:
+        maker = make(config, train_eval="train" if split == "train" else "eval_out_of_distribution")
+    if not maker.num_games:  # its reset would hang for ever
         raise UserError(f"no ALFWorld games in {games}: {ALFWORLD}")
     return maker
+
+
+def draw_text(text, size):
+    """The text as a uint8 frame (H, W, 3), black on white, wrapped; what does not fit is left out."""
+    height, width = size
+    lines = [line for part in text.splitlines() for line in textwrap.wrap(part, width // 8) or [""]]
+    image = Image.new("RGB", (width, height), "white")
+    ImageDraw.Draw(image).multiline_text((8, 8), "\n".join(lines[: height // 20]), "black", font(15))
+    return np.array(image)
 
 
 class ALFWorld(World):
     """Household tasks in text (Shridhar et al. 2021), the text drawn on the frame too: 1 if done, else 0."""
 
-    kind, size = "AlfredTWEnv", (448, 448)
+    kind = "AlfredTWEnv"
+    size = (448, 448)
+    invalid_reward = -1.0
 
-    def __init__(self, max_episode_steps=50, invalid_reward=-1.0, split="train"):
-        maker = load_alfworld(self.kind, split)
-        try:
-            with undisturbed():
-                self.env = maker.init_env(batch_size=1)
-        except Exception as error:  # the simulator's many ways of not starting
-            need = THOR if self.kind == "AlfredThorEnv" else ALFWORLD
-            raise UserError(f"ALFWorld cannot start ({type(error).__name__}: {error}): {need}") from None
-        super().__init__(self.size, max_episode_steps, invalid_reward)
+    def __init__(self, **options):
+        super().__init__(**options)
+        maker = load_alfworld(self.kind, self.split)
+        with undisturbed():
+            self.env = maker.init_env(batch_size=1)
 
     def _reset(self):
         seed = int(self.np_random.integers(2**31))
         self.env.seed(seed)  # the order of the games, so the next one
+        random.seed(seed)  # THOR's order
         with undisturbed():
-            random.seed(seed)  # THOR's order
             observation, infos = self.env.reset()
         scene, _, task = observation[0].partition("Your task is to:")
         self.task = task.strip().rstrip(".")
         self.scene = " ".join(scene.replace("-= Welcome to TextWorld, ALFRED! =-", "").split())
-        self.said, self.actions = "", tuple(infos["admissible_commands"][0])
+        self.said = ""
+        self.actions = infos["admissible_commands"][0]
 
     def _step(self, action):
-        with undisturbed():
-            observation, _, _, infos = self.env.step([action])
-        self.said, self.actions = observation[0].strip(), tuple(infos["admissible_commands"][0])
+        observation, _, _, infos = self.env.step([action])
+        self.said = observation[0].strip()
+        self.actions = infos["admissible_commands"][0]
         self.success = bool(infos["won"][0])
         return self._reward(infos), self.success
 
@@ -633,9 +619,10 @@ class ALFWorld(World):
 
 
 class ALFWorldThor(ALFWorld):
-    """The same tasks as frames of the THOR simulator: 1 if done, plus the share of the goal reached."""
+    """The same as frames of the THOR simulator: 1 if done, plus the share of the goal reached. Never run."""
 
-    kind, size = "AlfredThorEnv", (300, 300)
+    kind = "AlfredThorEnv"
+    size = (300, 300)
 
     def _reset(self):
         super()._reset()
@@ -656,19 +643,10 @@ class ALFWorldThor(ALFWorld):
         return self.env.get_frames()[0][..., ::-1].copy()  # it gives blue, green, red
 
 
-def draw_text(text, size):
-    """The text as a uint8 frame (H, W, 3), black on white, wrapped; what does not fit is left out."""
-    height, width = size
-    lines = [line for part in text.splitlines() for line in textwrap.wrap(part, width // 8) or [""]]
-    image = Image.new("RGB", (width, height), "white")
-    ImageDraw.Draw(image).multiline_text((8, 8), "\n".join(lines[: height // 20]), "black", font(15))
-    return np.array(image)
-
-
 # ------------------------------------------------------------------------------------------------- WebShop
 
 WEBSHOP = (
-    "git clone https://github.com/princeton-nlp/WebShop && cd WebShop && ./setup.sh -d small && "
+    "git clone https://github.com/princeton-nlp/WebShop && cd WebShop && ./setup.sh -d all && "
     "python -m spacy download en_core_web_sm && "
     "flask --app web_agent_site.app run --host 127.0.0.1 --port 3000 (or let WEBSHOP_URL say where it runs)"
 )
@@ -678,190 +656,264 @@ BROWSER = (
 )
 
 
-def webshop_url():
-    return os.environ.get("WEBSHOP_URL", "http://127.0.0.1:3000").rstrip("/")
-
-
 @functools.cache
-def webshop_goals(url) -> int:
-    """How many goals the site has: fixed_N answers with an error from there on."""
-
-    def exists(number):
-        try:
-            with urllib.request.urlopen(f"{url}/fixed_{number}", timeout=600):  # the first loads its data
-                return True
-        except urllib.error.HTTPError as error:
-            if number == 0:
-                words = f"WebShop at {url} answers {error.code}: are its data complete? See its own output"
-                raise UserError(f"{words}, and {WEBSHOP}") from None
-            return False
-        except (OSError, ValueError) as error:
-            raise UserError(f"no WebShop at {url} ({error}): {WEBSHOP}") from None
-
-    low, high = 0, 1
-    exists(0)
-    while exists(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if exists(middle) else (low, middle)
-    return high
+def browser():
+    """One browser for all worlds of this process. If none is there, Playwright says how to get it."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        raise UserError(f"WebShop needs a browser: {BROWSER}") from None
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium-headless-shell") or shutil.which("chromium")
+    return sync_playwright().start().chromium.launch(executable_path=path, args=["--no-sandbox"])
 
 
 class WebShop(World):
     """Buy what the instruction asks for, in a browser on the real site (Yao et al. 2022); the site's reward.
 
-    Split eval is goals 0 to 499, train those from 1,500 on; of a site with fewer than 2,000, the first
-    quarter and the rest. The browser lives in a thread of its own.
+    Of the site's WEBSHOP_GOALS goals, split eval is 0 to 499 and train those from 1,500 on, or of fewer than
+    2,000 the first quarter and the rest.
     """
 
+    size = (640, 640)
+    longest_text = 4000  # characters
     patience = 30.0  # seconds for a page
 
-    def __init__(self, max_episode_steps=50, invalid_reward=0.0, split="train", size=(640, 640)):
-        try:
-            from playwright.sync_api import Error, TimeoutError
-        except ImportError:
-            raise UserError(f"WebShop needs a browser: {BROWSER}") from None
-        self.Error, self.TimeoutError = Error, TimeoutError
-        self.url = webshop_url()
-        count = webshop_goals(self.url)
-        few, many = (500, 1500) if count >= 2000 else (max(1, count // 4), min(count - 1, max(1, count // 4)))
-        self.goals = range(few) if split == "eval" else range(many, count)
-        self.thread = ThreadPoolExecutor(1)
-        self.thread.submit(self._open, size).result()
-        super().__init__(size, max_episode_steps, invalid_reward)
-
-    def _open(self, size):
-        from playwright.sync_api import sync_playwright
-
-        path = (
-            os.environ.get("CHROMIUM") or shutil.which("chromium-headless-shell") or shutil.which("chromium")
-        )
-        self.playwright = sync_playwright().start()
-        try:
-            browser = self.playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        except self.Error as error:
-            self.playwright.stop()
-            raise UserError(f"WebShop needs a browser ({str(error).splitlines()[0]}): {BROWSER}") from None
-        self.page = browser.new_page(viewport={"width": size[1], "height": size[0]})
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.url = os.environ.get("WEBSHOP_URL", "http://127.0.0.1:3000").rstrip("/")
+        count = int(os.environ.get("WEBSHOP_GOALS", 12_087))  # of the whole catalogue
+        eval_end, train_start = (500, 1500) if count >= 2000 else (count // 4, count // 4)
+        self.goals = range(eval_end) if self.split == "eval" else range(train_start, count)
+        height, width = self.size
+        self.page = browser().new_page(viewport={"width": width, "height": height})
         self.page.set_default_timeout(1000 * self.patience)
         # The site's scripts come from other hosts and only follow an option's address, which is done here.
         self.page.route("**/*", lambda r: r.abort() if r.request.resource_type == "script" else r.continue_())
 
     def _reset(self):
         goal = self.goals[int(self.np_random.integers(len(self.goals)))]
-        self.thread.submit(self._visit, f"{self.url}/fixed_{goal}").result()
-        self.task = self.instruction
+        self._visit(f"{self.url}/fixed_{goal}")
+        instruction = self.page.inner_text("#instruction-text").partition(":")[2]
+        self.task = " ".join(instruction.split())
 
     def _admissible(self, action):
-        if isinstance(action, str) and action.startswith("search["):  # with a word, or the site may stumble
-            return "search[...]" in self.actions and bool(
-                re.fullmatch(r"search\[[^\[\]]*\w[^\[\]]*\]", action)
-            )
+        if action.startswith("search["):  # with a word, or the site may stumble
+            words = re.fullmatch(r"search\[[^\[\]]*\w[^\[\]]*\]", action)
+            return words is not None and "search[...]" in self.actions
         return super()._admissible(action)
 
     def _step(self, action):
-        self.thread.submit(self._play, action).result()
-        self.success = self.reward == 1.0
-        return self.reward or 0.0, self.reward is not None
-
-    # From here on, in the browser's thread.
-
-    def _visit(self, url):
-        """Open a page; the answer must be a success."""
-        self._read(self.page.goto(url, wait_until="domcontentloaded"))
-
-    def _play(self, action):
         kind, _, words = action[:-1].partition("[")
         if kind == "search":
             self.page.fill("#search_input", re.sub(r"[/<>]", " ", words))  # of its addresses and commands
-            element = self.page.query_selector("form button")
+            element = self.search
         else:
             element = self.elements[words]
         address = element.get_attribute("data-url")
         if address:  # an option
-            return self._visit(urljoin(self.page.url, address))
-        with self.page.expect_navigation(wait_until="domcontentloaded") as navigation:
-            element.click(no_wait_after=True)
-        self._read(navigation.value)
+            self._visit(urljoin(self.page.url, address))
+        else:
+            with self.page.expect_navigation(wait_until="domcontentloaded") as navigation:
+                element.click(no_wait_after=True)
+            self._read(navigation.value)
+        reward = self.page.query_selector("#reward pre")  # on the last page
+        if reward is None:
+            return 0.0, False
+        reward = float(reward.inner_text())
+        self.success = reward == 1.0
+        return reward, True
+
+    def _visit(self, url):
+        from playwright.sync_api import Error
+
+        try:
+            response = self.page.goto(url, wait_until="domcontentloaded")
+        except Error as error:
+            raise UserError(f"no answer from WebShop ({str(error).splitlines()[0]}): {WEBSHOP}") from None
+        self._read(response)
 
     def _read(self, response):
-        """What is on the page: frame, text, what can be clicked, and the reward if it is the last page."""
-        if not response.ok:
-            raise RuntimeError(f"the site answers {response.status} at {response.url}: see its own output")
-        with contextlib.suppress(self.TimeoutError):  # a picture from elsewhere may never come
-            self.page.wait_for_load_state("load", timeout=5000)
-        path = urlsplit(self.page.url).path
-        self.place, chosen = path.split("/")[1], []
-        if self.place == "item_page":  # the page's script would mark what the address says is chosen
-            chosen = list(ast.literal_eval(unquote(path.rpartition("/")[2])).values())
-        radios = {e.get_attribute("value"): e for e in self.page.query_selector_all("input[type=radio]")}
-        for name in radios.keys() & chosen:
-            radios[name].evaluate("radio => { radio.checked = true }")
-        self.image = np.array(Image.open(io.BytesIO(self.page.screenshot())).convert("RGB"))
-        self.body = (f"Chosen: {', '.join(chosen)}\n" if chosen else "") + self.page.inner_text("body")
-        instruction, reward = (self.page.query_selector(x) for x in ("#instruction-text", "#reward pre"))
-        if instruction:
-            self.instruction = " ".join(instruction.inner_text().partition(":")[2].split())
-        self.reward = float(reward.inner_text()) if reward else None
-        found = [(e.inner_text(), e) for e in self.page.query_selector_all(".btn, .product-link")]
-        self.products = {
-            e.inner_text().strip().lower() for e in self.page.query_selector_all(".product-link")
-        }
-        found += radios.items()
-        self.elements = {name.strip().lower(): element for name, element in reversed(found)}
-        names = list(dict.fromkeys(name.strip().lower() for name, _ in found))
-        bar = "search" in names and self.page.query_selector("#search_input") is not None
-        self.actions = ["search[...]"] if bar else []
-        self.actions += [f"click[{name}]" for name in names if name != "search" or not bar]
+        """What is on the page: the frame, the text and what can be clicked."""
+        from playwright.sync_api import TimeoutError
 
-    # From here on, in the caller's.
+        if not response.ok:
+            words = "are its data complete, and WEBSHOP_GOALS right? See its own output"
+            raise UserError(f"WebShop answers {response.status} at {response.url}: {words}")
+        with contextlib.suppress(TimeoutError):  # a picture from elsewhere may never come
+            self.page.wait_for_load_state("load", timeout=5000)
+        radios = self.page.query_selector_all("input[type=radio]")
+        options = {radio.get_attribute("value"): radio for radio in radios}
+        chosen = []
+        if "/item_page/" in self.page.url:  # the page's script would mark what the address says is chosen
+            chosen = list(ast.literal_eval(unquote(self.page.url.rpartition("/")[2])).values())
+            for name in options.keys() & chosen:
+                options[name].evaluate("radio => { radio.checked = true }")
+        self.image = np.array(Image.open(io.BytesIO(self.page.screenshot())).convert("RGB"))
+        self.body = self.page.inner_text("body")
+        if chosen:
+            self.body = f"Chosen: {', '.join(chosen)}\n{self.body}"
+
+        self.elements = {}
+        for element in self.page.query_selector_all(".btn, .product-link"):
+            self.elements.setdefault(element.inner_text().strip().lower(), element)
+        for name, radio in options.items():
+            self.elements.setdefault(name.strip().lower(), radio)
+        self.search = self.elements.pop("search", None)
+        self.actions = ["search[...]"] if self.search else []
+        self.actions += [f"click[{name}]" for name in self.elements]
 
     def _text(self):
-        return self.body
+        cut = len(self.body) - self.longest_text
+        return self.body[: self.longest_text] + (f" (and {cut} more characters)" if cut > 0 else "")
 
     def _frame(self):
         return self.image.copy()
 
-    def caption(self):
-        pages = {"search_results": "these are products", "item_page": "this is a product"}
-        pages |= {"item_sub_page": "these are details of a product", "done": "it is bought"}
-        return pages.get(self.place, "this is the search page")
+    def close(self):
+        self.page.close()
+
+
+# ------------------------------------------------------------------------------ other people's environments
+
+RESET = "(observation, info)"
+STEP = "(observation, reward, terminated, truncated, info)"
+
+
+def returned(result, form) -> tuple:
+    """The result of a reset or a step, which must have this form."""
+    if not isinstance(result, tuple) or len(result) != form.count(",") + 1:
+        given = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+        raise UserError(f"{'reset' if form == RESET else 'step'} must return {form}, not {given}")
+    return result
+
+
+def shape_of(frame) -> str:
+    """Type and shape, for a message: "float64 (60, 80, 3)"."""
+    return f"{frame.dtype} {frame.shape}" if isinstance(frame, np.ndarray) else type(frame).__name__
+
+
+class TextActions(gym.Wrapper):
+    """An environment with Discrete actions as a world of the contract: rendered frames, actions in words.
+
+    The actions are named by `get_action_meanings()`, by an enum `actions`, or by their numbers. An action
+    that is none of them does not reach the environment.
+    """
+
+    largest = 448  # pixels a side
+
+    def __init__(self, env):
+        super().__init__(env)
+        space = env.action_space
+        numbers = range(int(space.start), int(space.start + space.n))
+        names = map(str, numbers)
+        actions = getattr(env.unwrapped, "actions", None)
+        if hasattr(env.unwrapped, "get_action_meanings"):
+            names = env.unwrapped.get_action_meanings()
+        elif isinstance(actions, enum.EnumType):
+            names = [actions(number).name for number in numbers]
+        self.numbers = dict(zip(names, numbers, strict=True))
+        env.reset(seed=0)
+        self.observation_space = Dict(image=Box(0, 255, self._frame().shape, np.uint8), text=AnyText())
+        self.action_space = AnyText()
+
+    def reset(self, *, seed=None, options=None):
+        observation, info = returned(self.env.reset(seed=seed, options=options), RESET)
+        self.task = f"get the highest return in {self.env.spec.id}"
+        if isinstance(observation, dict) and "mission" in observation:
+            self.task = observation["mission"]
+        return self._observation(), self._info(info)
+
+    def step(self, action):
+        if action not in self.numbers:
+            return self._observation(), 0.0, False, False, self._info({})
+        _, *result, info = returned(self.env.step(self.numbers[action]), STEP)
+        return self._observation(), *result, self._info(info)
 
     def hint(self):
-        """Search with the instruction's first words, open the first product, buy it: no solution."""
-        if "search[...]" in self.actions:
-            return "search[" + " ".join(re.findall(r"[\w'-]+", self.instruction)[:8])[:100] + "]"
-        buy, products = "click[buy now]", [a for a in self.actions if a[6:-1] in self.products]
-        return buy if buy in self.actions else (products or self.actions or [None])[0]
+        """The environment's own, in words; None if it has none."""
+        if not self.env.has_wrapper_attr("hint"):
+            return None
+        number = self.env.get_wrapper_attr("hint")()
+        return next(name for name, n in self.numbers.items() if n == number)
 
-    def close(self):
-        if self.thread:
-            self.thread.submit(self.playwright.stop).result()
-            self.thread.shutdown()
-            self.thread = None
+    def _frame(self):
+        frame = self.env.render()
+        if re.fullmatch(r"uint8 \(\d+, \d+, 3\)", shape_of(frame)) is None:
+            raise UserError(f"render must return a uint8 frame (height, width, 3), not {shape_of(frame)}")
+        image = Image.fromarray(frame)
+        image.thumbnail((self.largest, self.largest))
+        return np.array(image)
+
+    def _observation(self):
+        return {"image": self._frame(), "text": ""}
+
+    def _info(self, info):
+        return info | {"task": self.task, "actions": list(self.numbers)}
+
+
+class Checked(gym.Wrapper):
+    """Somebody else's world: every answer is checked, and `info["left"]` counts down to its time limit."""
+
+    def __init__(self, env, limit, invalid_reward):
+        super().__init__(env)
+        self.limit, self.invalid_reward = limit, invalid_reward
+        spaces = getattr(env, "observation_space", None)
+        image = spaces["image"] if isinstance(spaces, Dict) and spaces.keys() == {"image", "text"} else None
+        if not isinstance(image, Box) or image.dtype != np.uint8 or image.shape[2:] != (3,):
+            words = "Dict(image=Box(0, 255, (height, width, 3), np.uint8), text=AnyText())"
+            raise UserError(f"its action_space must be Discrete, or its observation_space {words}")
+
+    def reset(self, *, seed=None, options=None):
+        observation, info = returned(self.env.reset(seed=seed, options=options), RESET)
+        self.taken = 0
+        if not isinstance(info.get("task"), str):
+            raise UserError('reset must say what to achieve in info["task"], a str')
+        return observation, self._checked(observation, info)
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = returned(self.env.step(action), STEP)
+        self.taken += 1
+        truncated = truncated or self.taken >= self.limit
+        if not math.isfinite(reward):
+            raise UserError(f"step must pay a finite number, not {reward}")
+        if action == "" and self.invalid_reward is not None:
+            reward = self.invalid_reward
+        return observation, reward, terminated, truncated, self._checked(observation, info)
+
+    def _checked(self, observation, info):
+        if observation not in self.observation_space:
+            given = observation.get("image") if isinstance(observation, dict) else observation
+            wanted = f'"image" in {self.observation_space["image"]} and "text", a str'
+            raise UserError(
+                f"an observation must be a dict of {wanted}; the image given is {shape_of(given)}"
+            )
+        actions = info.get("actions")
+        if not actions or not all(isinstance(action, str) for action in actions):
+            raise UserError(
+                f'the actions admissible now must be in info["actions"], a list of str, not {actions}'
+            )
+        return {"left": self.limit - self.taken} | info
 
 
 # ------------------------------------------------------------------------------------------------- by name
 
-CARDS = {"NumberLine": NumberLine, "EZPoints": EZPoints, "Blackjack": Blackjack, "Points24": Points24}
-TEXT = {"ALFWorld": ALFWorld, "ALFWorldThor": ALFWorldThor, "WebShop": WebShop}
+CARDS = ["NumberLine", "EZPoints", "Blackjack", "Points24"]
+TEXT = ["ALFWorld", "ALFWorldThor", "WebShop"]
+NAMES = [*RED_BOX, *CARDS, *TEXT]
+
+for name in RED_BOX:
+    gym.register(f"vldac/{name}-v0", f"{__name__}:MiniWorld", kwargs={"name": name})
+for name in CARDS + TEXT:
+    gym.register(f"vldac/{name}-v0", f"{__name__}:{name}")
 
 
-def make_env(
-    name: str,
-    *,
-    max_episode_steps: int | None = None,
-    invalid_reward: float | None = None,
-    split="train",
-):
-    """The world of that name: of RED_BOX, CARDS or TEXT, or `package.module:callable` for your own.
+def make_env(name: str, *, max_episode_steps=None, invalid_reward=None, split="train") -> gym.Env:
+    """A world by its name here ("OneRoom"), or any environment by its Gymnasium id ("FrozenLake-v1").
 
-    max_episode_steps  time limit in actions; None: the world's default; its own limit counts if shorter
-    invalid_reward     for an action that is not admissible; None: the world's default
+    max_episode_steps  time limit in actions; None: the world's own, which also counts if it is shorter
+    invalid_reward     for an action that is not admissible; None: the world's own
     split              "train" or "eval": of ALFWorld's games or WebShop's goals; elsewhere the seeds differ
-    Your own callable is called without arguments and limited by gymnasium's TimeLimit.
-    UserError for an unknown name (with the closest one), a world without a red box, or a missing package.
+    UserError for an unknown name, a missing package, or spaces that are neither the contract's nor Discrete.
 
     >>> env = make_env("NumberLine")
     >>> observation, info = env.reset(seed=0)
@@ -870,108 +922,22 @@ def make_env(
     >>> env.step("-")[1:3]
     (0.0, False)
     """
-    options = {"max_episode_steps": max_episode_steps, "invalid_reward": invalid_reward}
-    options = {key: value for key, value in options.items() if value is not None}
-    if ":" in name:
-        return own_env(name, options.get("max_episode_steps", 128))
-    short = name.removeprefix("MiniWorld-").removesuffix("-v0")
-    if name in CARDS:
-        return CARDS[name](**options)
-    if name in TEXT:
-        return TEXT[name](split=split, **options)
-    if short in RED_BOX:
-        return MiniWorld(short, **options)
-    if name.startswith("MiniWorld-"):
-        raise UserError(f"{name}: its goal is not the red box; choose one of {', '.join(RED_BOX)}")
-    names = [*RED_BOX, *CARDS, *TEXT]
-    close = difflib.get_close_matches(name, names, 1, 0.5)
-    guess = f"did you mean {close[0]}? " if close else ""
-    known = ", ".join(names)
-    raise UserError(f"no world is called {name!r}; {guess}There are {known}, or package.module:callable")
-
-
-def check(method: str, result):
-    """What a world's `reset` or `step` returned, if it keeps the contract; else UserError says what is wrong.
-
-    >>> check("reset", "hello")
-    Traceback (most recent call last):
-    envs.UserError: reset must return a tuple (observation, info)
-    """
-    form = {"reset": "(observation, info)", "step": "(observation, reward, terminated, truncated, info)"}[
-        method
-    ]
-
-    def rules():  # in order: each may rely on those before it
-        yield isinstance(result, tuple) and len(result) == form.count(",") + 1, f"return a tuple {form}"
-        observation, info, ended = result[0], result[-1], False
-        keys = isinstance(observation, dict) and {"image", "text"} <= observation.keys()
-        yield keys, 'give the observation as a dict {"image": ..., "text": ...}'
-        image = observation["image"]
-        shape = f"{getattr(image, 'dtype', type(image).__name__)} {getattr(image, 'shape', '')}"
-        frame = isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3
-        yield frame and image.shape[2] == 3 and image.size > 0, f"give a uint8 frame (H, W, 3), not {shape}"
-        yield isinstance(observation["text"], str), f"give text as a str, not {observation['text']!r}"
-        yield isinstance(info, dict), f"give info as a dict, not {info!r}"
-        if method == "step":
-            _, reward, *ends, _ = result
-            yield (
-                isinstance(reward, numbers.Real) and math.isfinite(reward),
-                f"pay a finite number, not {reward!r}",
-            )
-            yield (
-                all(isinstance(x, (bool, np.bool_)) for x in ends),
-                f"say True or False for its ends, not {ends}",
-            )
-            ended = any(ends)
-        else:
-            yield isinstance(info.get("task"), str), 'say what to achieve in info["task"], a str'
-        actions = info.get("actions")
-        listed = isinstance(actions, (list, tuple)) and all(isinstance(a, str) and a for a in actions)
-        yield ended or (listed and len(actions) > 0), f'list the actions in info["actions"], not {actions!r}'
-        success = info.get("success", False)
-        yield isinstance(success, (bool, np.bool_)), f'give info["success"] as True or False, not {success!r}'
-
-    for holds, words in rules():
-        if not holds:
-            raise UserError(f"{method} must {words}")
-    return result
-
-
-class Checked(gym.Wrapper):
-    """A user's own world whose every answer is checked."""
-
-    def reset(self, **options):
-        return check("reset", self.env.reset(**options))
-
-    def step(self, action):
-        return check("step", self.env.step(action))
-
-
-class Limited(gym.wrappers.TimeLimit):
-    """A time limit that says how many actions are left."""
-
-    def reset(self, **options):
-        observation, info = super().reset(**options)
-        return observation, {"left": self._max_episode_steps} | info
-
-    def step(self, action):
-        *result, info = super().step(action)
-        return *result, {"left": self._max_episode_steps - self._elapsed_steps} | info
-
-
-def own_env(name, max_episode_steps):
-    """A user's own world, `package.module:callable`, looked for in the current folder too."""
-    module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+        sys.path.append(os.getcwd())  # where a module of your own may be
+    is_id = ":" in name or re.search(r"-v\d+$", name)
+    id = name if is_id else f"vldac/{name}-v0"
+    options = {"max_episode_steps": max_episode_steps, "disable_env_checker": True}
     try:
-        function = getattr(importlib.import_module(module), attribute)
-        env = function()
-    except UserError:
-        raise
-    except Exception as error:  # whatever a user's module and callable raise
-        words = f"{type(error).__name__}: {error} (looked in Python's path and the current folder)"
-        raise UserError(f"--env {name}: {words}") from error
-    if not isinstance(env, gym.Env):
-        raise UserError(f"--env {name}: it must return a gymnasium.Env, not {type(env).__name__}")
-    return Limited(Checked(env), max_episode_steps)
+        if id.startswith("vldac/"):
+            own = {"limit": max_episode_steps, "invalid_reward": invalid_reward, "split": split}
+            return gym.make(id, disable_env_checker=True, **own).unwrapped
+        env = gym.make(id, **options)
+        limit = env.spec.max_episode_steps or getattr(env.unwrapped, "max_steps", 128)  # Minigrid's own name
+        if isinstance(getattr(env, "action_space", None), Discrete):
+            env.close()
+            if "rgb_array" not in env.metadata["render_modes"]:
+                raise UserError(f'--env {name}: it has Discrete actions, but no render mode "rgb_array"')
+            env = TextActions(gym.make(id, render_mode="rgb_array", **options))
+    except (gym.error.Error, ModuleNotFoundError) as error:
+        raise UserError(f"--env {name}: {error} The worlds of envs.py: {', '.join(NAMES)}") from None
+    return Checked(env, limit, invalid_reward)

@@ -72,7 +72,7 @@ class Args:
     """Every option and its default. Most defaults are those of the paper's Table 6."""
 
     algo: Literal["vldac", "rl4vlm"] = "vldac"
-    env: str = "OneRoom"  # a world of envs.py, or package.module:callable for your own
+    env: str = "OneRoom"  # a world of envs.py, a Gymnasium id, or module:id (of your own, say)
     model: str | None = None  # hub name, folder or "tiny", the toy; default: Qwen2-VL-7B with CUDA, else tiny
     adapter: str | None = None  # folder of a trained adapter to start from
     split: Literal["train", "eval"] = "train"  # which games or goals, in worlds that have a fixed set of them
@@ -545,8 +545,10 @@ class Player:
         self.episode = 0  # training episodes that were begun
         self.counts = True  # whether the present episode enters the statistics
         self.ended = 0  # episodes that did
+        self.seed = None  # of the episode
         limits = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
-        self.env = envs.make_env(args.env, split=args.split, **limits)
+        with self.watched():
+            self.env = envs.make_env(args.env, split=args.split, **limits)
 
     def reset(self, seed):
         """Begin the episode of this seed: an episode is a function of its seed and its actions."""
@@ -612,7 +614,9 @@ class Player:
         try:
             yield
         except Exception as error:
-            error.add_note(f"to reproduce: env.reset(seed={self.seed}), then env.step through {self.actions}")
+            if self.seed is not None:
+                words = f"env.reset(seed={self.seed}), then env.step through {self.actions}"
+                error.add_note(f"to reproduce: {words}")
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -1109,7 +1113,8 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
     """The options: command line > `saved`, or the run that is resumed > the world > the toy > Args."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = HfArgumentParser(options, description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Args), re.M))
+    source = inspect.getsource(Args) + inspect.getsource(options)
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
     for action in parser._actions:
         action.help = action.help or f"{comments.get(action.dest, '')} (default: %(default)s)"
     given, _ = parser.parse_known_args(argv)  # which run, world and model set the defaults
@@ -1225,14 +1230,34 @@ def thought_weights(policy, tokens, mask):
 PROGRAM = "python vldac.py" if WORLD_SIZE == 1 else f"torchrun --nproc_per_node={WORLD_SIZE} vldac.py"
 
 
+def beginning(player, seed):
+    """All that is seen of an episode until its first step has been played."""
+    player.reset(seed)
+    first = player.observations[-1]
+    reward, _ = player.step(player.info["actions"][0])
+    second = player.observations[-1]
+    texts = player.task, first["text"], second["text"]
+    return texts, first["image"].tobytes(), second["image"].tobytes(), reward
+
+
+def check_world(args: Args):
+    """A world that does not work, or ignores its seed, shows before a model is loaded."""
+    player = Player(args)
+    player.reset(0)
+    player.step(None)
+    if isinstance(player.env, envs.Checked):  # not one of ours
+        for seed in range(8):
+            if beginning(player, seed) != beginning(player, seed):
+                words = "reset must call super().reset(seed=seed), and all chance come from self.np_random"
+                raise envs.UserError(f"--env {args.env}: two episodes of seed {seed} differ: {words}")
+    player.env.close()
+
+
 def main(argv=None):
     args, folder = parse_args(argv), None
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT uses a deprecated name
     try:
-        player = Player(args)  # a world that does not work shows before a model is loaded
-        player.reset(0)
-        player.step(None)
-        player.env.close()
+        check_world(args)
         if RANK == 0:
             folder = open_run(args)  # it may teach the toy, so it comes before the others are joined
         if WORLD_SIZE > 1:
@@ -1250,7 +1275,7 @@ def main(argv=None):
         if WORLD_SIZE > 1:
             dist.destroy_process_group()
     except envs.UserError as error:
-        print("vldac.py: error:", error, *getattr(error, "__notes__", []), file=sys.stderr)
+        print("vldac.py: error:", "; ".join([str(error), *getattr(error, "__notes__", [])]), file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(f"stopped; to go on: {PROGRAM} --resume {folder}" if folder else "stopped") from None
