@@ -676,7 +676,6 @@ class WebShop(World):
 
     size = (640, 640)
     longest_text = 4000  # characters
-    patience = 30.0  # seconds for a page
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -686,7 +685,6 @@ class WebShop(World):
         self.goals = range(eval_end) if self.split == "eval" else range(train_start, count)
         height, width = self.size
         self.page = browser().new_page(viewport={"width": width, "height": height})
-        self.page.set_default_timeout(1000 * self.patience)
         # The site's scripts come from other hosts and only follow an option's address, which is done here.
         self.page.route("**/*", lambda r: r.abort() if r.request.resource_type == "script" else r.continue_())
 

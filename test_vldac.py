@@ -40,16 +40,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    AutoModelForImageTextToText,
-    Gemma3Config,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2VLConfig,
-    Qwen3VLConfig,
-    SmolVLMConfig,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerFast
 
 import envs
 import eval as evaluation
@@ -178,15 +169,9 @@ def test_a_step_s_advantage_reaches_only_its_own_tokens():
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda *x: policy_loss(*x, 0.1),
-        lambda n, o, a, m: kl_loss(n, o, m),
-        lambda n, o, a, m: kl_base(n, o, m),
-    ],
-    ids=["policy", "kl_old", "kl_base"],
-)
+@pytest.mark.parametrize("loss", [
+    lambda *x: policy_loss(*x, 0.1), lambda n, o, a, m: kl_loss(n, o, m), lambda n, o, a, m: kl_base(n, o, m),
+], ids=["policy", "kl_old", "kl_base"])  # fmt: skip
 def test_what_lies_under_the_padding_changes_nothing(loss, junk):
     new, old, advantages, mask = random_tokens(4, 4)
     clean = loss(new, old, advantages, mask)
@@ -238,143 +223,81 @@ def test_kl_base_is_one_divergence_in_value_and_the_other_in_gradient():
 
 # --------------------------------------------------------------------------------------------- the policy
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"]
+PROCESSORS = {
+    "qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor",
+    "gemma3": "Gemma3Processor", "smolvlm": "SmolVLMProcessor",
+}  # fmt: skip
+FAMILIES = list(PROCESSORS)
 ACTIONS = ["turn left", "turn right", "move forward"]
+SPECIAL = [*toy.SPECIAL, "<eos>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
+SPECIAL += ["<image>", "<fake_token_around_image>", "<global-img>", "<video>"]
 
 
-def chat_template(image, start, end):
-    turn = start + "{{ m.role }}\n{% for c in m.content %}{% if c.type == 'image' %}" + image
-    turn += "{% else %}{{ c.text }}{% endif %}{% endfor %}" + end + "\n"
-    return (
-        "{% for m in messages %}"
-        + turn
-        + "{% endfor %}{% if add_generation_prompt %}"
-        + start
-        + "assistant\n{% endif %}"
-    )
-
-
-def write_model(family, folder, H=32, layers=2):
+def write_model(family, folder):
     """A random model of a few thousand parameters whose folder has the traps of the hub's.
 
-    A generation_config that samples greedily (top_k 1, temperature 0.01) and ends a turn by either of two,
-    an image processor without a video processor, the chat template in a file of its own.
+    A generation_config that samples greedily (top_k 1, temperature 0.01) and ends a turn by either of two
+    ids, one of which the tokenizer does not know of; an image processor without a video processor.
     """
-    qwen = "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>"
-    gemma = (
-        "<pad> <eos> <bos> <start_of_turn> <end_of_turn> <start_of_image> <end_of_image> <image_soft_token>"
-    )
-    smol = (
-        "<|endoftext|> <|im_start|> <end_of_utterance> <fake_token_around_image> <image> <global-img> <video>"
-    )
-    special = {"gemma3": gemma, "smolvlm": smol}.get(family, qwen).split()
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    raw.train_from_iterator(["turn left turn right move forward go to the red box"] * 3, trainer)
-    ids = {s: raw.token_to_id(s) for s in special}
-    text = dict(hidden_size=H, intermediate_size=2 * H, num_hidden_layers=layers, num_attention_heads=H // 16,
-                num_key_value_heads=H // 32, vocab_size=raw.get_vocab_size())  # fmt: skip
-    vision = dict(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=56,
-        patch_size=14,
-    )
-    files = {}
-    if family == "gemma3":
-        extra = {
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        }
-        names, stop = (
-            dict(eos_token="<eos>", bos_token="<bos>", pad_token="<pad>"),
-            ["<eos>", "<end_of_turn>"],
-        )
-        template = "<bos>" + chat_template("<start_of_image>", "<start_of_turn>", "<end_of_turn>")
-        config = Gemma3Config(
-            text_config=text | dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=64),
-            vision_config=vision, mm_tokens_per_image=4, image_token_index=ids["<image_soft_token>"],
-            boi_token_index=ids["<start_of_image>"], eoi_token_index=ids["<end_of_image>"],
-        )  # fmt: skip
-        images = dict(
-            processor_class="Gemma3Processor",
-            image_processor_type="Gemma3ImageProcessor",
-            size={"height": 56, "width": 56},
-        )
-        files["processor_config.json"] = dict(processor_class="Gemma3Processor", image_seq_length=4)
-    elif family == "smolvlm":
-        extra, names = (
-            {"image_token": "<image>"},
-            dict(eos_token="<end_of_utterance>", pad_token="<|endoftext|>"),
-        )
-        stop, template = (
-            ["<end_of_utterance>", "<|endoftext|>"],
-            chat_template("<image>", "<|im_start|>", "<end_of_utterance>"),
-        )
-        config = SmolVLMConfig(
-            text_config=text | dict(model_type="llama", pad_token_id=0), vision_config=vision,
-            image_token_id=ids["<image>"], scale_factor=2, pad_token_id=0,
-        )  # fmt: skip
-        images = dict(processor_class="SmolVLMProcessor", image_processor_type="SmolVLMImageProcessor")
-        images |= dict(
-            do_image_splitting=True, size={"longest_edge": 224}, max_image_size={"longest_edge": 56}
-        )
-        files["processor_config.json"] = dict(processor_class="SmolVLMProcessor", image_seq_len=4)
-    else:
-        extra, names, stop = (
-            {},
-            dict(eos_token="<|im_end|>", pad_token="<|endoftext|>"),
-            ["<|im_end|>", "<|endoftext|>"],
-        )
-        template = chat_template("<|vision_start|><|image_pad|><|vision_end|>", "<|im_start|>", "<|im_end|>")
+    sizes = {"vocab_size": 300, "initial_alphabet": alphabet, "show_progress": False}
+    words = ["turn left turn right move forward go to the red box"] * 3
+    raw.train_from_iterator(words, trainers.BpeTrainer(special_tokens=SPECIAL, **sizes))
+    ids = {token: raw.token_to_id(token) for token in SPECIAL}
+
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {"num_key_value_heads": 1, "vocab_size": raw.get_vocab_size(), "pad_token_id": 0}
+    vision = {"hidden_size": 32, "intermediate_size": 64}
+    images, files, extra = {"processor_class": PROCESSORS[family]}, {}, {}
+    if family.startswith("qwen"):
+        marker = "<|vision_start|><|image_pad|><|vision_end|>"
+        names = "image_pad video_pad vision_start vision_end".split()
+        rest = {f"{name.removesuffix('_pad')}_token_id": ids[f"<|{name}|>"] for name in names}
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-        kinds = dict(
-            image="image_pad", video="video_pad", vision_start="vision_start", vision_end="vision_end"
-        )
-        marks = {f"{kind}_token_id": ids[f"<|{name}|>"] for kind, name in kinds.items()}
-        images = dict(
-            image_processor_type="Qwen2VLImageProcessor", patch_size=14, merge_size=2, temporal_patch_size=2
-        )
-        pixels = {"min_pixels": 3136, "max_pixels": 12845056}
+        vision |= {"num_heads": 2, "depth": 2, "out_hidden_size": 32}
+        images |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2}
+        images |= {"temporal_patch_size": 2, "min_pixels": 3136, "max_pixels": 12845056}
         if family == "qwen2_vl":
-            images |= dict(processor_class="Qwen2VLProcessor") | pixels
-            tower = dict(depth=1, embed_dim=32, hidden_size=H, num_heads=2, mlp_ratio=2)
-            config = Qwen2VLConfig(text_config=text, vision_config=tower, **marks)
-        elif family == "qwen2_5_vl":
-            images |= dict(processor_class="Qwen2_5_VLProcessor") | pixels
-            tower = dict(
-                depth=1,
-                hidden_size=32,
-                out_hidden_size=H,
-                intermediate_size=64,
-                num_heads=2,
-                fullatt_block_indexes=[0],
-            )
-            config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, **marks)
-        else:
-            size = {"shortest_edge": 65536, "longest_edge": 16777216}
-            images |= dict(processor_class="Qwen3VLProcessor", patch_size=16, size=size)
-            tower = dict(depth=2, hidden_size=32, out_hidden_size=H, intermediate_size=64, num_heads=2,
-                         num_position_embeddings=64, deepstack_visual_indexes=[0])  # fmt: skip
-            config = Qwen3VLConfig(text_config=text | dict(head_dim=16), vision_config=tower, **marks)
+            vision |= {"embed_dim": 32, "mlp_ratio": 2}
+        if family == "qwen2_5_vl":
+            vision["fullatt_block_indexes"] = [0]
+        if family == "qwen3_vl":
+            text["head_dim"] = 16
+            vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+            images |= {"patch_size": 16, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
+    else:
+        vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
+        files["processor_config.json"] = images | {"image_seq_length": 4, "image_seq_len": 4}
+    if family == "gemma3":
+        marker, image = "<start_of_image>", "<image_soft_token>"
+        extra = {"boi_token": marker, "eoi_token": "<end_of_image>", "image_token": image}
+        rest = {"boi_token_index": ids[marker], "eoi_token_index": ids["<end_of_image>"]}
+        rest |= {"image_token_index": ids[image], "mm_tokens_per_image": 4}
+        text |= {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64}
+        images |= {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}}
+    if family == "smolvlm":
+        marker = "<image>"
+        extra = {"image_token": marker}
+        rest = {"image_token_id": ids[marker], "scale_factor": 2, "pad_token_id": 0}
+        text["model_type"] = "llama"
+        images |= {"image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": True}
+        images |= {"size": {"longest_edge": 224}, "max_image_size": {"longest_edge": 56}}
+
     torch.manual_seed(0)
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, **rest)
     model = AutoModelForImageTextToText.from_config(config)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.1)
-    greedy = dict(do_sample=True, temperature=0.01, top_k=1, top_p=0.001)
-    stop_ids = [ids[s] for s in stop]
-    model.generation_config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=ids[special[0]], **greedy)
+    greedy = {"do_sample": True, "temperature": 0.01, "top_k": 1, "top_p": 0.001}
+    stop_ids = [ids["<|im_end|>"], ids["<eos>"]]
+    model.generation_config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=0, **greedy)
     model.save_pretrained(folder)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, extra_special_tokens=extra, **names)
-    tokenizer.chat_template = template
+    tokens = {"eos_token": "<eos>", "pad_token": SPECIAL[0], "extra_special_tokens": extra}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **tokens)
+    tokenizer.chat_template = toy.CHAT.replace("<|vision_start|><|image_pad|><|vision_end|>", marker)
     tokenizer.save_pretrained(folder)
     for name, content in {"preprocessor_config.json": images, **files}.items():
         (folder / name).write_text(json.dumps(content))
@@ -397,10 +320,8 @@ def model_folder(tmp_path_factory):
 
 
 def options(model, **changes) -> Args:
-    defaults = dict(
-        model=model, device="cpu", dtype="float32", value_hidden=[16], max_new_tokens=10, lora_rank=4
-    )
-    return Args(**defaults | changes)
+    defaults = {"model": model, "device": "cpu", "dtype": "float32", "value_hidden": [16], "lora_rank": 4}
+    return Args(**{"max_new_tokens": 10} | defaults | changes)
 
 
 def make_policy(model, seed=0, **changes) -> VLMPolicy:
@@ -721,36 +642,6 @@ def test_bfloat16_computes_in_half_and_keeps_log_probabilities_values_and_adapte
     assert losses["ratio_first"] < 0.1 and math.isfinite(losses["policy_loss"])
 
 
-def kept_for_backward(policy, rollout) -> int:
-    """Bytes that a training forward pass keeps, weights aside."""
-    kept, weights = {}, {p.untyped_storage().data_ptr() for p in policy.parameters()}
-
-    def keep(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    policy.train()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        outputs = policy(rollout.prompts, rollout.tokens, rollout.mask)
-    assert outputs[0].requires_grad
-    return sum(size for where, size in kept.items() if where not in weights)
-
-
-def test_gradient_checkpointing_and_half_precision_save_memory(tmp_path):
-    """Checkpointing keeps little more than the layers' inputs; bfloat16 keeps no fp32 copies of LoRA's."""
-    model, kept = str(write_model("qwen2_vl", tmp_path, H=64, layers=8)), {}
-    changes = {"full": {}, "checkpointing": {"gradient_checkpointing": True}, "half": {"dtype": "bfloat16"}}
-    for name in changes:
-        policy = make_policy(model, **changes[name])
-        kept[name] = kept_for_backward(policy, make_rollout(policy))
-    for module in policy.modules():
-        if hasattr(module, "cast_input_dtype_enabled"):
-            module.cast_input_dtype_enabled = True  # peft's default
-    copied = kept_for_backward(policy, make_rollout(policy))
-    assert kept["checkpointing"] < 0.25 * kept["full"]
-    assert kept["half"] < 0.9 * copied < kept["full"]
-
-
 def test_a_gradient_that_is_not_finite_is_never_applied(model_folder):
     policy = make_policy(model_folder())
     rollout, before = make_rollout(policy), lora_state(policy)
@@ -1034,17 +925,9 @@ def test_parse_action(text, action):
 
 
 def test_numbers_are_compared_as_text():
-    actions = ["1", "10", "-", "+"]
-    for text, action in {
-        "10": "10",
-        "1": "1",
-        "1e1": None,
-        "10.0": None,
-        "-": None,
-        "01": None,
-        "1" * 5000: None,
-    }.items():
-        assert parse_action(f'{{"action": {text}}}', actions) == action
+    for text in ("1e1", "10.0", "-", "01", "1" * 5000):
+        assert parse_action(f'{{"action": {text}}}', ["1", "10", "-", "+"]) is None
+    assert [parse_action(f'{{"action": {text}}}', ["1", "10"]) for text in ("10", "1")] == ["10", "1"]
 
 
 def test_case_decides_only_where_it_must():
@@ -1060,45 +943,24 @@ def test_searches_only_where_they_are_offered():
 
 
 def test_the_parser_survives_hostile_text():
-    """10,000 generated strings and 2 MB of each hostile shape: no exception, and only admissible actions."""
+    """10,000 generated strings, and 2 MB of each hostile part: only admissible actions come out."""
     rng = random.Random(0)
     parts = [
+        *':{}[]"\\ \n\x00\ud800\u202eé-9',
         '"action"',
-        '"action":',
-        *':{}[]"\\ \n\x00\ud800\u202eé',
-        "\\u",
-        "\\ud83d",
-        '\\"',
-        "turn left",
-        "10",
-        "-",
-    ]
-    parts += ["1e999", "NaN", "null", "true", "__import__('os')"]
-    for _ in range(10_000):
-        text = "".join(rng.choice(parts) for _ in range(rng.randrange(40)))
-        assert parse_action(text, ["turn left", "10"]) in ("turn left", "10", None)
-    for shape in [
-        "[",
-        "{",
-        '"',
-        "\\",
         '"action":',
         '"action": "',
-        '"action": [',
         '{"action":',
-        "9",
-        " ",
-        "-",
-        '"action"',
         '\\"',
-    ]:
-        flood = shape * (2_000_000 // len(shape))
-        for text in (
-            flood,
-            '{"action": ' + flood,
-            '{"action": "' + flood,
-            '"action"' + flood + ':"turn left"',
-        ):
+        "\\u",
+    ]
+    parts += ["\\ud83d", "turn left", "10", "1e999", "NaN", "null", "true", "__import__('os')"]
+    for _ in range(10_000):
+        text = "".join(rng.choices(parts, k=rng.randrange(40)))
+        assert parse_action(text, ["turn left", "10"]) in ("turn left", "10", None)
+    for part in parts:
+        flood = part * (2_000_000 // len(part))
+        for text in (flood, f'{{"action": {flood}', f'{{"action": "{flood}', f'"action"{flood}:"turn left"'):
             assert parse_action(text, ["turn left"]) in ("turn left", None)
 
 
@@ -1914,10 +1776,10 @@ def test_seeds_are_goals_of_a_split(shop):
 
 
 @pytest.mark.parametrize("trouble", ["gone", "never"])
-def test_a_shop_in_trouble(trouble, shop, monkeypatch):
+def test_a_shop_in_trouble(trouble, shop):
     """The server ends, or a page never comes: the note has seed and actions."""
-    monkeypatch.setattr(envs.WebShop, "patience", 1.0)
     player = vldac.Player(Args(env="WebShop", max_episode_steps=9))
+    player.env.page.set_default_timeout(1000)
     player.reset(3)
     player.step("search[mug]")
     if trouble == "gone":
@@ -2489,18 +2351,10 @@ def test_without_assets_the_toy_says_so(tmp_path):
 def toy_run(tmp_path_factory):
     """A run of the toy in a world of one word, by two real processes of torchrun, on a fresh cache."""
     folder = tmp_path_factory.mktemp("toy")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "vldac.py",
-    ]
-    command += (
-        "--env test_vldac:Signal-v0 --model tiny --device cpu --total_timesteps 3072 --num_envs 64".split()
-    )
-    command += "--num_steps 4 --minibatch_size 64 --value_warmup 1 --eval_episodes 100 --run_name run".split()
+    command = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node=2 vldac.py".split()]
+    command += "--env test_vldac:Signal-v0 --model tiny --device cpu --total_timesteps 3072".split()
+    command += "--num_envs 64 --num_steps 4 --minibatch_size 64 --value_warmup 1 --eval_episodes 100".split()
+    command += ["--run_name", "run"]
     own = {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     command += ["--runs_dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
