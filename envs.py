@@ -767,6 +767,14 @@ class WebShop(World):
     def _frame(self):
         return self.image.copy()
 
+    def hint(self):
+        """Search with the instruction's first words, open the first product, buy it: no solution."""
+        if self.search:
+            return "search[" + " ".join(re.findall(r"[\w'-]+", self.task)[:8])[:100] + "]"
+        product = self.page.query_selector(".product-link")
+        name = "buy now" if product is None else product.inner_text().strip().lower()
+        return f"click[{name}]" if name in self.elements else self.actions[0]
+
     def close(self):
         self.page.close()
 
