@@ -196,8 +196,8 @@ class MiniWorld(World):
         focal = height / 2 / math.tan(math.radians(30))  # pixels; the vertical field of view is 60 degrees
         bearing = math.degrees(math.atan(offset / focal))
         # Ahead is within half a turn of the middle, and two degrees for the pixels.
-        ahead = self.env.params.sample(None, "turn_step") / 2 + 2
-        if abs(bearing) <= ahead:
+        half_turn = self.env.params.sample(None, "turn_step") / 2
+        if abs(bearing) <= half_turn + 2:
             return "ahead"
         return "on the left" if bearing < 0 else "on the right"
 
@@ -208,7 +208,7 @@ class MiniWorld(World):
     def hint(self):
         """Turn until the box is ahead, then walk; without a box in view, turn around and wander a little."""
         where = self._where()
-        if where is None:
+        if where is None:  # 24 turns of 15 degrees are a full one
             return "turn left" if self.taken % 36 <= 24 else "move forward"
         return {"on the left": "turn left", "ahead": "move forward", "on the right": "turn right"}[where]
 
@@ -369,7 +369,7 @@ class EZPoints(CardGame):
     signs = ("+", "*")
     actions = (*NUMBERS, *signs, "=")
     task = FORMULA_TASK.format(target, " ".join(signs))
-    longest = 5  # a formula longer than this ends the game
+    longest = 5  # symbols; what comes after more than these is the last action
     limit = longest + 2
     card_width = 135
     formula_at = (10, 258)
@@ -393,7 +393,8 @@ class EZPoints(CardGame):
         if len(self.formula) > self.longest:
             return -1, False  # the last step: the time limit ends the game, whatever was written
         if action.isdigit() and action not in self.free:
-            return self._blank(-1.0), False
+            self.formula.append(" ")
+            return -1, False
         if action == "=":
             self.success = not self.free and evaluate(self.formula) == self.target
             return (10 if self.success else -1), True
@@ -402,16 +403,15 @@ class EZPoints(CardGame):
         self.formula.append(action)
         return 0, False
 
-    def _blank(self, reward):
-        if len(self.formula) <= self.longest:
-            self.formula.append(" ")
-        return reward
-
     def _invalid(self):
-        return self._blank(self.invalid_reward)
+        self.formula.append(" ")
+        return self.invalid_reward
+
+    def _written(self):
+        return [symbol for symbol in self.formula if symbol != " "]
 
     def _text(self):
-        return "Formula: " + " ".join(s for s in self.formula if s != " ")
+        return "Formula: " + " ".join(self._written())
 
     def _draw(self, draw):
         width = self.card_width
@@ -421,11 +421,12 @@ class EZPoints(CardGame):
         draw.text(self.formula_at, "Formula: " + " ".join(self.formula), "white", font(20))
 
     def caption(self):
-        return "the cards are " + ", ".join(map(str, self.numbers)) + "; f" + self._text()[1:].strip()
+        cards = ", ".join(map(str, self.numbers))
+        return f"the cards are {cards}; formula: {' '.join(self._written())}".strip()
 
     def hint(self):
         """The next symbol of a solution that starts with what is written, else = to end it."""
-        written = [s for s in self.formula if s != " "]
+        written = self._written()
         for formula in solutions(tuple(sorted(self.numbers)), self.signs, self.target):
             if formula[: len(written)] == written and formula != written:
                 return formula[len(written)]
@@ -538,7 +539,7 @@ def load_alfworld(kind, split):
     if sys.version_info >= (3, 13):
         raise UserError(f"ALFWorld's games do not run on Python {sys.version.split()[0]}: use 3.9 to 3.12")
     name = {"train": "train", "eval": "valid_unseen"}[split]
-    games = os.path.join(os.environ["ALFWORLD_DATA"], "json_2.1.1", name)
+    games = os.path.join(os.environ["ALFWORLD_DATA"], "json_2.1.1", name)  # alfworld sets it if it is not set
     thor = {"screen_width": 300, "screen_height": 300, "smooth_nav": False, "save_frames_to_disk": False}
     config = {
         "dataset": {"num_train_games": -1, "num_eval_games": -1},
@@ -781,17 +782,6 @@ class WebShop(World):
 
 # ------------------------------------------------------------------------------ other people's environments
 
-RESET = "(observation, info)"
-STEP = "(observation, reward, terminated, truncated, info)"
-
-
-def returned(result, form) -> tuple:
-    """The result of a reset or a step, which must have this form."""
-    if not isinstance(result, tuple) or len(result) != form.count(",") + 1:
-        given = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
-        raise UserError(f"{'reset' if form == RESET else 'step'} must return {form}, not {given}")
-    return result
-
 
 def shape_of(frame) -> str:
     """Type and shape, for a message: "float64 (60, 80, 3)"."""
@@ -811,40 +801,42 @@ class TextActions(gym.Wrapper):
         super().__init__(env)
         space = env.action_space
         numbers = range(int(space.start), int(space.start + space.n))
-        names = map(str, numbers)
+        names = [str(number) for number in numbers]
         actions = getattr(env.unwrapped, "actions", None)
         if hasattr(env.unwrapped, "get_action_meanings"):
             names = env.unwrapped.get_action_meanings()
         elif isinstance(actions, enum.EnumType):
             names = [actions(number).name for number in numbers]
-        self.numbers = dict(zip(names, numbers, strict=True))
+        self.number_of = dict(zip(names, numbers, strict=True))
         env.reset(seed=0)
         self.observation_space = Dict(image=Box(0, 255, self._frame().shape, np.uint8), text=AnyText())
         self.action_space = AnyText()
 
     def reset(self, *, seed=None, options=None):
-        observation, info = returned(self.env.reset(seed=seed, options=options), RESET)
-        self.task = f"get the highest return in {self.env.spec.id}"
+        observation, info = self.env.reset(seed=seed, options=options)
+        task = f"get the highest return in {self.env.spec.id}"
         if isinstance(observation, dict) and "mission" in observation:
-            self.task = observation["mission"]
-        return self._observation(), self._info(info)
+            task = observation["mission"]
+        self.info = {"task": task} | info | {"actions": list(self.number_of)}
+        return self._observation(), self.info
 
     def step(self, action):
-        if action not in self.numbers:
-            return self._observation(), 0.0, False, False, self._info({})
-        _, *result, info = returned(self.env.step(self.numbers[action]), STEP)
-        return self._observation(), *result, self._info(info)
+        if action not in self.number_of:
+            return self._observation(), 0.0, False, False, self.info
+        _, reward, terminated, truncated, info = self.env.step(self.number_of[action])
+        self.info = info | {"actions": list(self.number_of)}
+        return self._observation(), reward, terminated, truncated, self.info
 
     def hint(self):
         """The environment's own, in words; None if it has none."""
         if not self.env.has_wrapper_attr("hint"):
             return None
         number = self.env.get_wrapper_attr("hint")()
-        return next(name for name, n in self.numbers.items() if n == number)
+        return next(name for name in self.number_of if self.number_of[name] == number)
 
     def _frame(self):
         frame = self.env.render()
-        if re.fullmatch(r"uint8 \(\d+, \d+, 3\)", shape_of(frame)) is None:
+        if not isinstance(frame, np.ndarray) or frame.dtype != np.uint8 or frame.shape[2:] != (3,):
             raise UserError(f"render must return a uint8 frame (height, width, 3), not {shape_of(frame)}")
         image = Image.fromarray(frame)
         image.thumbnail((self.largest, self.largest))
@@ -853,16 +845,17 @@ class TextActions(gym.Wrapper):
     def _observation(self):
         return {"image": self._frame(), "text": ""}
 
-    def _info(self, info):
-        return info | {"task": self.task, "actions": list(self.numbers)}
-
 
 class Checked(gym.Wrapper):
-    """Somebody else's world: every answer is checked, and `info["left"]` counts down to its time limit."""
+    """Somebody else's world with a time limit, whose answers are checked.
 
-    def __init__(self, env, limit, invalid_reward):
+    max_episode_steps  None: the environment's own, which also counts if it is shorter, else 128
+    invalid_reward     for a step without an action, unless it ends the episode; None: what the world pays
+    """
+
+    def __init__(self, env, max_episode_steps=None, invalid_reward=None):
         super().__init__(env)
-        self.limit, self.invalid_reward = limit, invalid_reward
+        self.max_episode_steps, self.invalid_reward = max_episode_steps, invalid_reward
         spaces = getattr(env, "observation_space", None)
         image = spaces["image"] if isinstance(spaces, Dict) and spaces.keys() == {"image", "text"} else None
         if not isinstance(image, Box) or image.dtype != np.uint8 or image.shape[2:] != (3,):
@@ -870,23 +863,32 @@ class Checked(gym.Wrapper):
             raise UserError(f"its action_space must be Discrete, or its observation_space {words}")
 
     def reset(self, *, seed=None, options=None):
-        observation, info = returned(self.env.reset(seed=seed, options=options), RESET)
-        self.taken = 0
+        result = self.env.reset(seed=seed, options=options)
+        if not isinstance(result, tuple):
+            raise UserError(f"reset must return (observation, info), not {type(result).__name__}")
+        observation, info = result
         if not isinstance(info.get("task"), str):
             raise UserError('reset must say what to achieve in info["task"], a str')
+        # Minigrid's name for its limit is max_steps; some of its worlds set it in reset.
+        limits = self.max_episode_steps, self.env.spec.max_episode_steps
+        limits = [*limits, getattr(self.env.unwrapped, "max_steps", None)]
+        self.limit = min([limit for limit in limits if limit], default=128)
+        self.taken = 0
         return observation, self._checked(observation, info)
 
     def step(self, action):
-        observation, reward, terminated, truncated, info = returned(self.env.step(action), STEP)
+        observation, reward, terminated, truncated, info = self.env.step(action)
         self.taken += 1
         truncated = truncated or self.taken >= self.limit
+        ended = terminated or truncated
         if not math.isfinite(reward):
             raise UserError(f"step must pay a finite number, not {reward}")
-        if action == "" and self.invalid_reward is not None:
+        if action == "" and self.invalid_reward is not None and not ended:
             reward = self.invalid_reward
-        return observation, reward, terminated, truncated, self._checked(observation, info)
+        return observation, reward, terminated, truncated, self._checked(observation, info, ended)
 
-    def _checked(self, observation, info):
+    def _checked(self, observation, info, ended=False):
+        """The info, with what is left of the time limit."""
         if observation not in self.observation_space:
             given = observation.get("image") if isinstance(observation, dict) else observation
             wanted = f'"image" in {self.observation_space["image"]} and "text", a str'
@@ -894,11 +896,11 @@ class Checked(gym.Wrapper):
                 f"an observation must be a dict of {wanted}; the image given is {shape_of(given)}"
             )
         actions = info.get("actions")
-        if not actions or not all(isinstance(action, str) for action in actions):
-            raise UserError(
-                f'the actions admissible now must be in info["actions"], a list of str, not {actions}'
-            )
-        return {"left": self.limit - self.taken} | info
+        listed = isinstance(actions, (list, tuple)) and all(isinstance(action, str) for action in actions)
+        if not ended and not (listed and actions):
+            raise UserError(f'info["actions"] must be a list of the actions now, each a str, not {actions}')
+        left = self.limit - self.taken
+        return info | {"left": min(left, info.get("left", left))}
 
 
 # ------------------------------------------------------------------------------------------------- by name
@@ -930,20 +932,18 @@ def make_env(name: str, *, max_episode_steps=None, invalid_reward=None, split="t
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where a module of your own may be
-    is_id = ":" in name or re.search(r"-v\d+$", name)
-    id = name if is_id else f"vldac/{name}-v0"
-    options = {"max_episode_steps": max_episode_steps, "disable_env_checker": True}
+    in_registry = ":" in name or re.search(r"-v\d+$", name)
+    env_id = name if in_registry else f"vldac/{name}-v0"
     try:
-        if id.startswith("vldac/"):
-            own = {"limit": max_episode_steps, "invalid_reward": invalid_reward, "split": split}
-            return gym.make(id, disable_env_checker=True, **own).unwrapped
-        env = gym.make(id, **options)
-        limit = env.spec.max_episode_steps or getattr(env.unwrapped, "max_steps", 128)  # Minigrid's own name
+        if env_id.startswith("vldac/"):
+            options = {"limit": max_episode_steps, "invalid_reward": invalid_reward, "split": split}
+            return gym.make(env_id, disable_env_checker=True, **options).unwrapped
+        env = gym.make(env_id, disable_env_checker=True)
         if isinstance(getattr(env, "action_space", None), Discrete):
             env.close()
-            if "rgb_array" not in env.metadata["render_modes"]:
+            if "rgb_array" not in env.metadata.get("render_modes", []):
                 raise UserError(f'--env {name}: it has Discrete actions, but no render mode "rgb_array"')
-            env = TextActions(gym.make(id, render_mode="rgb_array", **options))
+            env = TextActions(gym.make(env_id, disable_env_checker=True, render_mode="rgb_array"))
     except (gym.error.Error, ModuleNotFoundError) as error:
         raise UserError(f"--env {name}: {error} The worlds of envs.py: {', '.join(NAMES)}") from None
-    return Checked(env, limit, invalid_reward)
+    return Checked(env, max_episode_steps, invalid_reward)

@@ -110,18 +110,22 @@ def describe(result) -> str:
 # --------------------------------------------------------------------------------------------- the players
 
 
-def scripted(kind, args):
+def scripted(command, args):
     """A step like `vldac.act`, for a player without a model: random actions, or the world's hints."""
 
     def act(_, players):
         steps = []
         for player in players:
-            action = random.Random(f"{player.seed} {len(player.actions)}").choice(player.info["actions"])
-            if kind == "hint":
+            if command == "hint":
                 action = player.describe("hint")
-                if action is None:
-                    raise UserError(f"{args.env} gives no hint")
-            response = json.dumps({"thoughts": f"({kind})", "action": action})
+            else:
+                rng = random.Random(
+                    f"{player.seed} {len(player.actions)}"
+                )  # the same whatever plays beside it
+                action = rng.choice(player.info["actions"])
+            if action is None:
+                raise UserError(f"{args.env} gives no hint")
+            response = json.dumps({"thoughts": f"({command})", "action": action})
             reward, done = player.step(action)
             empty = torch.zeros(0)
             steps.append(vldac.Step("", {}, empty, empty, response, action, reward, done))
@@ -130,17 +134,14 @@ def scripted(kind, args):
     return act
 
 
-def learned(args, folder):
-    """The policy of a run, and where its weights are from: a run that was interrupted has no adapter/."""
-    if (folder / "adapter").exists():
-        args.adapter = str(folder / "adapter")
-        return vldac.VLMPolicy(args), "adapter"
-    if (folder / "checkpoint.pt").exists():
-        policy = vldac.VLMPolicy(args)
-        state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
-        policy.load_state_dict(state["weights"], strict=False)  # they are not all: the rest is the base model
-        return policy, f"checkpoint.pt, update {state['update']}"
-    raise UserError(f"{folder} has saved nothing yet: neither adapter/ nor checkpoint.pt")
+def load_policy(args, interrupted):
+    """The policy, and where its weights are from; `interrupted` is a run's folder or None."""
+    policy = vldac.VLMPolicy(args)
+    if not interrupted:
+        return policy, args.adapter
+    state = torch.load(interrupted / "checkpoint.pt", map_location="cpu", weights_only=True)
+    policy.load_state_dict(state["weights"], strict=False)  # they are not all: the rest is the base model
+    return policy, f"checkpoint.pt, update {state['update']}"
 
 
 @dataclass
@@ -173,28 +174,25 @@ def filmed(act, films, count, bar):
 TASK = ("env", "split", "max_episode_steps", "invalid_reward")
 
 
-def evaluate(kind, args, folder=None):
-    """Play the episodes. Returns the result, and what was seen on the first `args.gif` seeds by seed."""
-    policy, act, weights = None, vldac.act, None
-    model = args.model
-    if kind in ("random", "hint"):
-        act, model = scripted(kind, args), None
-    elif kind == "run":
-        policy, weights = learned(args, folder)
-        print(f"weights: {weights}")
+def evaluate(command, args, interrupted=None):
+    """Play the episodes. Returns the result, and what was seen on the first `args.gif` seeds, by seed."""
+    if command in ("random", "hint"):
+        act, policy, weights = scripted(command, args), None, None
+        mode, model = None, None
     else:
-        if args.model == "tiny":
-            args.model = str(vldac.toy_folder(args))
-        policy, weights = vldac.VLMPolicy(args), args.adapter
-    if policy and args.mode == "greedy":
-        policy.vlm.generation_config.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
+        act, mode, model = vldac.act, args.mode, args.model
+        policy, weights = load_policy(args, interrupted)
+        if mode == "greedy":  # the others are the defaults, at which transformers does not warn
+            policy.vlm.generation_config.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
+        print(f"weights: {weights or 'the model itself'}")
     players = [vldac.Player(args) for _ in range(min(args.episodes, args.num_envs))]
+    players[0].reset(0)
+    args.max_episode_steps = players[0].info["left"]  # the limit that holds, also if none was given
     films = {}
     with tqdm(total=args.episodes, unit="episode", disable=None) as bar:
         act = filmed(act, films, args.gif, bar)
         episodes = vldac.evaluate(policy, players, range(args.episodes), act)
-    result = {"player": kind, "mode": args.mode if policy else None, "model": model, "weights": weights}
-    result |= {"run": folder and str(folder), "seed": args.seed}
+    result = {"player": command, "mode": mode, "model": model, "weights": weights, "seed": args.seed}
     result |= {"task": {name: getattr(args, name) for name in TASK}}
     return result | {"summary": summarize(episodes), "episodes": episodes}, films
 
@@ -217,11 +215,11 @@ def picture(frame, paragraphs):
     return canvas
 
 
-def write_gif(path, film, episode, task):
-    """An episode as an animation: the frame enlarged; task, thought, action and outcome beside it."""
+def write_gif(path, film, episode, world):
+    """An episode as an animation: the frame enlarged; world, thought, action and outcome beside it."""
     pictures = []
     for number, shot in enumerate(film, 1):
-        paragraphs = [(task, 13, "gray")]
+        paragraphs = [(world, 13, "gray")]
         if shot.step is None:
             success = ("success", 16, "green") if episode["success"] else ("no success", 16, "red")
             outcome = f"{episode['length']} steps, return {episode['return']:.2f}"
@@ -289,12 +287,13 @@ def load_curve(folder) -> Curve:
     last = {}
     for row in rows:
         last |= row  # the last value of each key
-    key = "charts/success_rate" if "charts/success_rate" in last else "charts/positive_return"
+    key = "charts/positive_return" if "charts/positive_return" in last else "charts/success_rate"
     points = [(row["global_step"], row[key]) for row in rows if row.get(key) is not None]
     if not points:
         raise UserError(f"{folder} has no success rate yet")
     steps, rates = np.array(points).T
-    label = folder.name.removeprefix(f"{args['env']}-").removesuffix(f"-{args['seed']}")
+    world = re.sub(r"[^\w.-]+", "-", args["env"])  # as in the run's name
+    label = folder.name.removeprefix(f"{world}-").removesuffix(f"-{args['seed']}")
     parsed, agreement = 1 - last["charts/invalid_action_rate"], last.get("eval/thought_agreement")
     return Curve(args["env"], label, args["seed"], steps, rates, parsed, agreement)
 
@@ -320,20 +319,18 @@ def table_row(curves, start, end) -> str:
 
 def plot(paths, out):
     """Learning curves: a panel per world, mean and range over seeds, results as dashed lines; and a table."""
-    results = {Path(path).stem: load_result(path) for path in paths if path.endswith(".json")}
+    results = {path: load_result(path) for path in paths if path.endswith(".json")}
     curves = [load_curve(Path(path)) for path in paths if not path.endswith(".json")]
     if not curves:
         raise UserError("plot needs the folder of a run")
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise UserError("plot needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
     worlds = sorted({curve.world for curve in curves})
-    size = (5 * len(worlds), 3.4)
-    figure, axes = plt.subplots(1, len(worlds), figsize=size, squeeze=False, layout="constrained")
+    figure = Figure(figsize=(5 * len(worlds), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(worlds), squeeze=False)
     names = [*dict.fromkeys(curve.label for curve in curves), *results]
     color = {name: f"C{number}" for number, name in enumerate(names)}  # the same in every panel
     print(HEADER)
@@ -348,10 +345,10 @@ def plot(paths, out):
             axis.plot(steps, rates.mean(0), color=color[label], label=f"{label}, runs: {len(same)}")
             axis.fill_between(steps, rates.min(0), rates.max(0), color=color[label], alpha=0.2, linewidth=0)
             print(table_row(same, start, end))
-        for name, result in results.items():
+        for path, result in results.items():
             if result["task"]["env"] == world:
                 _, rate = success_of(result)
-                axis.axhline(rate, linestyle="--", color=color[name], label=name)
+                axis.axhline(rate, linestyle="--", color=color[path], label=Path(path).stem)
         axis.set(title=world, xlabel="environment steps", ylabel="success", ylim=(-0.02, 1.02))
         axis.legend(fontsize="small")
     figure.savefig(out, dpi=120)
@@ -362,40 +359,51 @@ def plot(paths, out):
 
 
 def options_of(command, folder, words):
-    """The options: the command line's > those of the run, if there is one > vldac.py's."""
-    one = {"num_steps": 1, "minibatch_size": 1}  # there is no update whose minibatches would have to fit
+    """The options, and the run's folder if its policy is only in its checkpoint.
+
+    The command line's > those of the run, if there is one > vldac.py's.
+    """
+    interrupted = None
+    no_update = {"num_steps": 1, "minibatch_size": 1}  # no minibatches that would have to fit
     if folder:
         try:
             saved = vldac.load_args(folder, Args)
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{folder} is not the folder of a run: {error}") from None
-        args = vldac.parse_args(words, Args, dataclasses.replace(saved, split="eval", **one))
+        saved = dataclasses.replace(saved, split="eval", **no_update)
+        started_from = saved.adapter
+        if command == "run" and (folder / "adapter").exists():
+            saved.adapter = str(folder / "adapter")
+        args = vldac.parse_args(words, Args, saved)
+        if command == "run" and args.adapter == started_from:
+            if not (folder / "checkpoint.pt").exists():
+                raise UserError(f"{folder} has saved nothing yet: neither adapter/ nor checkpoint.pt")
+            interrupted = folder
     else:
-        before = ["--split", "eval", *(f"--{name}={x}" for name, x in one.items())]
+        words = [*(f"--{name}={x}" for name, x in no_update.items()), "--split=eval", *words]
         if command != "model":
-            before.append("--model=tiny")  # it is not loaded
-        args = vldac.parse_args([*before, *words], Args)
+            words = ["--model=tiny", *words]  # it is not loaded
+        args = vldac.parse_args(words, Args)
+        if command == "model" and args.model == "tiny":
+            raise UserError("a toy belongs to a run: eval.py start runs/NAME, or give a --model")
     if args.episodes < 1:
         raise UserError("--episodes must be at least 1")
-    return args
+    return args, interrupted
 
 
 def report(command, folder, words):
     """Play, write the result and the animations, and say it in a line."""
-    args = options_of(command, folder, words)
+    args, interrupted = options_of(command, folder, words)
     vldac.check_world(args)
-    result, films = evaluate(command, args, folder)
-    name = "-".join(
-        filter(None, [re.sub(r"[^\w.-]+", "-", args.env), command, result["mode"], str(args.episodes)])
-    )
-    out = Path(args.out or (folder / "eval" if folder else Path("results")) / f"{name}.json")
+    result, films = evaluate(command, args, interrupted)
+    player = Path(args.model).name if command == "model" else command
+    name = "-".join(filter(None, [args.env, player, result["mode"], str(args.episodes)]))
+    results = folder / "eval" if folder else Path("results")
+    out = Path(args.out) if args.out else results / (re.sub(r"[^\w.-]+", "-", name) + ".json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result) + "\n")
-    summary = result["summary"]
-    print(
-        f"{describe(result)}, invalid {summary['invalid_action_rate']:.3f}, "
-        f"{summary['response_tokens']:.1f} tokens per response -> {out}"
-    )
+    invalid, tokens = result["summary"]["invalid_action_rate"], result["summary"]["response_tokens"]
+    print(f"{describe(result)}, invalid {invalid:.3f}, {tokens:.1f} tokens per response -> {out}")
     for seed, film in sorted(films.items()):
         path = out.with_name(f"{out.stem}-{seed}.gif")
         write_gif(path, film, result["episodes"][seed], args.env)
@@ -420,8 +428,7 @@ def main(argv=None):
                 print(__doc__)
                 raise SystemExit(2)
     except UserError as error:
-        print(f"eval.py: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        vldac.refuse(error)
 
 
 if __name__ == "__main__":

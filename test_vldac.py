@@ -1064,6 +1064,27 @@ def test_miniworld_rewards_and_ends():
 
 
 @needs_opengl
+def test_captions_of_miniworld_are_true():
+    """Compared with where the simulator says the box is, in a room without walls between."""
+    env, seen = envs.make_env("OneRoom"), []
+    for seed in range(20):
+        env.reset(seed=seed)
+        choose = randomly(seed)
+        for _ in range(10):
+            box, agent = env.env.box.pos - env.env.agent.pos, env.env.agent.dir
+            bearing = -math.degrees(math.atan2(-box[2], box[0]) - agent)  # to the right
+            bearing = (bearing + 180) % 360 - 180
+            words = "ahead" if abs(bearing) < 5 else "on the right" if 15 < bearing < 25 else ""
+            words = (
+                "on the left" if -25 < bearing < -15 else words or ("no red box" if abs(bearing) > 60 else "")
+            )
+            assert words in env.caption()
+            seen.append(words)
+            env.step(choose({"actions": env.actions[:3]}))
+    assert set(seen) == {"ahead", "on the left", "on the right", "no red box", ""}
+
+
+@needs_opengl
 def test_every_red_box_world_can_be_made():
     for name in envs.RED_BOX:
         _, info = envs.make_env(name).reset(seed=0)
@@ -1114,6 +1135,18 @@ def test_number_line_rules():
         (0, -1, False, False),
     ]
     assert played[4:] == [(1, 0, False, False), (2, 1, True, True)] and not truncated
+
+
+def test_number_line_shows_the_target_above_the_current_number():
+    env = envs.make_env("NumberLine")
+    env.reset(seed=0)
+    frames = []
+    for env.current, env.target in [(1, 4), (2, 4), (1, 3)]:
+        frames.append(env.render())
+    same = [
+        [(frame[half] == frames[0][half]).all() for half in (slice(150), slice(150, 300))] for frame in frames
+    ]
+    assert same == [[True, True], [True, False], [False, True]]
 
 
 def formula_game(name, ranks, symbols):
@@ -1178,7 +1211,8 @@ def test_points24_rules():
     assert 60 <= solved <= 85  # about 73 % of the deals have a solution
 
 
-ACE, FIVE, EIGHT, TEN = (1, "A", "C"), (5, "5", "S"), (8, "8", "C"), (10, "K", "H")
+ACE, FIVE, SIX, SEVEN, EIGHT = (1, "A", "C"), (5, "5", "S"), (6, "6", "D"), (7, "7", "H"), (8, "8", "C")
+TEN = (10, "K", "H")
 
 
 def test_blackjack_rules():
@@ -1190,7 +1224,8 @@ def test_blackjack_rules():
         ([TEN, FIVE], [TEN, TEN], "stand", None, -1),
         ([TEN, TEN], [TEN, TEN], "stand", None, 0),
         ([TEN, TEN], [TEN, TEN], "hit", FIVE, -1),  # over 21
-        ([TEN, FIVE], [TEN, FIVE], "stand", TEN, 1),  # the dealer must draw below 17, and busts
+        ([TEN, FIVE], [TEN, SIX], "stand", TEN, 1),  # the dealer must draw below 17, and busts
+        ([TEN, FIVE], [TEN, SEVEN], "stand", TEN, -1),  # and not from 17 on
     ]:
         env = envs.make_env("Blackjack")
         env.reset(seed=1)
@@ -1207,6 +1242,8 @@ def test_the_hidden_card_of_the_dealer_is_not_shown():
     caption = env.caption()
     env.dealer[1] = ACE
     assert (env.render() == first["image"]).all() and env.caption() == caption
+    env.dealer[0] = ACE
+    assert (env.render() != first["image"]).any() and env.caption() != caption
 
 
 # ------------------------------------------------------------------------------ other people's environments
@@ -1233,13 +1270,22 @@ class Stairs(gym.Env):
 
     def step(self, action):
         self.place += {5: -1, 6: 1}[action]
-        return self.observe(), float(self.place), self.place == 4, False, {"height": self.place}
+        info = {"height": self.place, "success": self.place == 4}
+        return self.observe(), float(self.place), self.place == 4, False, info
 
     def hint(self):
         return 6
 
     def render(self):
         return np.full((600, 900, 3), 40 * self.place, np.uint8)
+
+
+@registered
+class Gamble(Stairs):
+    """A coin, and no success flag."""
+
+    def step(self, action):
+        return 0, self.np_random.choice([-1.0, 1.0]), True, False, {}
 
 
 @registered
@@ -1274,13 +1320,15 @@ def test_an_environment_with_discrete_actions(name, task, actions):
     assert (reward, ends, info["left"], env.unwrapped.place) == (0.0, [False, False], 5, start)
     assert (again["image"] == observation["image"]).all()
     *_, info = env.step(actions[0])
-    assert env.unwrapped.place == start - 1 == info["height"]
+    assert env.unwrapped.place == start - 1 == info["height"] and info["success"] is False
+    assert env.step("")[4]["success"] is False  # a step without an action forgets no flag
     up = play(env, 0, lambda info: actions[1])
-    assert up[-1][2:5] == (4.0, True, False) and len(up) == 5 - start
+    assert up[-1][2:5] == (4.0, True, False) and len(up) == 5 - start and up[-1][5]["success"] is True
     idle = play(env, 0, lambda info: "")
     assert len(idle) == 7 and idle[-1][3:5] == (False, True)
-    short = envs.make_env(f"test_vldac:{name}-v0", max_episode_steps=2, invalid_reward=-2.0)
-    assert [record[2] for record in play(short, 0, lambda info: "")] == [0.0, -2.0, -2.0]
+    short = envs.make_env(f"test_vldac:{name}-v0", max_episode_steps=3, invalid_reward=-2.0)
+    assert [record[2] for record in play(short, 0, lambda info: "")] == [0.0, -2.0, -2.0, 0.0]
+    assert envs.make_env(f"test_vldac:{name}-v0", max_episode_steps=9).reset(seed=0)[1]["left"] == 6
 
 
 FOREIGN = {
@@ -1357,10 +1405,10 @@ class Blank(Stairs):
 
 BROKEN = {
     "no task": (broken(reset=without("task")), 'reset must say what to achieve in info["task"]'),
-    "no actions": (broken(reset=without("actions")), 'must be in info["actions"], a list of str, not None'),
-    "numbers as actions": (broken(reset=lambda o, i: (o, i | {"actions": [0]})), "a list of str, not [0]"),
+    "no actions": (broken(reset=without("actions")), "actions\"] must be a list of the actions now"),
+    "numbers as actions": (broken(reset=lambda o, i: (o, i | {"actions": [0]})), "each a str, not [0]"),
     "old reset": (broken(reset=lambda o, i: o), "reset must return (observation, info), not dict"),
-    "old step": (broken(step=lambda o, r, t, c, i: (o, r, t, i)), "truncated, info), not 4 values"),
+    "old step": (broken(step=lambda o, r, t, c, i: (o, r, t, i)), "not enough values to unpack"),
     "wrong shape": (broken(reset=image(lambda x: x[:9])), "the image given is uint8 (9, 28, 3)"),
     "float frame": (broken(reset=image(lambda x: x / 255)), "the image given is float64 (28, 28, 3)"),
     "channels first": (broken(reset=image(lambda x: x.T)), "the image given is uint8 (3, 28, 28)"),
@@ -1384,8 +1432,8 @@ def test_a_world_that_breaks_the_contract(name, tmp_path, model_folder, capsys, 
     monkeypatch.setitem(gym.registry, "Broken-v0", gym.envs.registration.EnvSpec("Broken-v0", world))
     monkeypatch.setattr(vldac, "VLMPolicy", lambda args: pytest.fail("a model was loaded"))
     argv = ["--env", "Broken-v0", "--model", model_folder(), "--runs_dir", tmp_path / "runs"]
-    if name in ("raises in reset", "raises in step", "no seed keyword", "no environment"):
-        with pytest.raises((RuntimeError, TypeError)) as caught:
+    if name in ("raises in reset", "raises in step", "no seed keyword", "old step", "no environment"):
+        with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
             vldac.main([str(word) for word in argv])
         assert words in str(caught.value)
         note = "to reproduce: env.reset(seed=0), then env.step through ["
@@ -1405,6 +1453,9 @@ GAMES = {  # task: (object, where it must be in the end, a way to get there)
     "pick_clean_then_place_in_recep": ("Mug", "Shelf", ["go to sinkbasin 1", "clean mug 1 with sinkbasin 1"]),
     "pick_cool_then_place_in_recep": ("Apple", "Shelf", ["go to fridge 1", "cool apple 1 with fridge 1"]),
 }
+
+
+UNSEEN = "pick_cool_then_place_in_recep"  # the only task of split eval
 
 
 def thor_name(kind, number):
@@ -1440,7 +1491,8 @@ def write_games(root):
         can = "pickupable cleanable heatable coolable".split()
         facts += [f"(objectType {names[thing]} {thing}Type)", *(f"({x} {names[thing]})" for x in can)]
     domain, grammar = Path(ALFRED_PDDL_PATH).read_text(), Path(ALFRED_TWL2_PATH).read_text()
-    for split, (task, (thing, place, middle)) in itertools.product(("train", "valid_unseen"), GAMES.items()):
+    for split, task in [*(("train", task) for task in GAMES), ("valid_unseen", UNSEEN)]:
+        thing, place, middle = GAMES[task]
         goal = library.gdict[task]["pddl"].format(obj=thing, recep=place, toggle="", mrecep="")
         problem = f"(define (problem kitchen) (:domain alfred)\n(:objects {' '.join(objects)})\n"
         problem += f"(:init {' '.join(facts)})\n" + goal.replace("#", "-")
@@ -1502,9 +1554,9 @@ def test_alfworld_s_tasks_are_done_by_admissible_commands(split, alfworld_data):
             last = t == len(commands)
             assert (reward, terminated, info["success"]) == (float(last), last, last) and not truncated
             assert info["left"] == 50 - t and env.caption()
-        if done == GAMES.keys():
+        if len(done) == len(GAMES):
             break
-    assert done == GAMES.keys() and sys.argv == argv
+    assert done == (set(GAMES) if split == "train" else {UNSEEN}) and sys.argv == argv
 
 
 def test_alfworld_repeats_itself(alfworld_data):
@@ -1548,7 +1600,8 @@ CATALOGUE = {  # asin: (name, options)
     "B0RED": ("Red mug", {"size": ["small", "large"], "colour": ["red", "dark red"]}),
     "B0BLUE": ("Blue mug", {}),
 }
-SHOPPING = [("a red mug, large", "B0RED", {"size": "large"}), ("a blue mug", "B0BLUE", {})] * 4
+SHOPPING = [("a blue mug for tea", "B0BLUE", {})] * 2  # of split eval
+SHOPPING += [("a red mug, large", "B0RED", {"size": "large"}), ("a blue mug", "B0BLUE", {})] * 3
 
 
 def button(address, name, field=""):
@@ -1691,15 +1744,16 @@ def test_what_is_on_the_page_is_admissible_and_nothing_else(shop, monkeypatch):
     env.close()
 
 
-def test_seeds_are_goals_of_a_shop_s_split(shop):
-    goals = {}
-    for split in ("train", "eval"):
+def test_seeds_are_goals_of_a_shop_s_split(shop, monkeypatch):
+    tasks = {"train": {"a red mug, large", "a blue mug"}, "eval": {"a blue mug for tea"}}
+    for split in tasks:
         env = envs.make_env("WebShop", split=split)
         once, again = ([env.reset(seed=seed)[1]["task"] for seed in range(6)] for _ in range(2))
-        assert once == again
-        goals[split] = set(env.goals)
+        assert once == again and set(once) == tasks[split]
         env.close()
-    assert goals["train"] | goals["eval"] == set(range(len(SHOPPING))) and not goals["train"] & goals["eval"]
+    monkeypatch.setenv("WEBSHOP_GOALS", "3000")
+    goals = [envs.make_env("WebShop", split=split).goals for split in ("train", "eval")]
+    assert goals == [range(1500, 3000), range(500)]
 
 
 def test_a_shop_in_trouble(shop, monkeypatch, capsys, tmp_path):
@@ -2324,44 +2378,40 @@ def test_the_toy_s_lesson_has_random_actions_hints_and_idle_steps():
 # -------------------------------------------------------------------------------------------- evaluation
 
 
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory, model_folder):
-    """The folder of a short run on NumberLine whose adapter is not zero."""
-    argv = ["--env", "NumberLine", "--model", model_folder(), *SMALL, "--max_episode_steps", "4"]
-    argv += ["--value_warmup", "0", "--learning_rate", "0.05", "--final_learning_rate", "0.05"]
-    return run(tmp_path_factory.mktemp("runs"), *argv)[0]
-
-
 def evaluated(path, *words):
     """What eval.py writes."""
     evaluation.main([*map(str, words), "--out", str(path)])
     return json.loads(path.read_text())
 
 
-def test_an_evaluation_repeats_itself_and_its_figures_follow_from_its_episodes(finished_run, tmp_path):
-    words = ["run", finished_run, "--episodes", 7, "--mode"]
-    for mode in ("sampled", "greedy"):
-        one, other = (evaluated(tmp_path / f"{k}.json", *words, mode) for k in range(2))
-        assert one == other and [episode["seed"] for episode in one["episodes"]] == list(range(7))
-        summary = evaluation.summarize(one["episodes"])
-        assert one["summary"] == summary | {"interval": list(summary["interval"])}
-    batched = evaluated(tmp_path / "2.json", *words, "greedy", "--num_envs", 3)
-    assert batched["episodes"] == one["episodes"]  # whatever shares a forward pass
-
-
-def test_a_run_that_was_interrupted_is_evaluated_from_its_checkpoint(finished_run, tmp_path, capsys):
-    args = vldac.load_args(finished_run)
-    whole, source = evaluation.learned(args, finished_run)
-    assert (
-        source == "adapter"
-        and lora_state(whole).abs().sum() > lora_state(VLMPolicy(options(args.model))).abs().sum()
+def test_an_evaluation_of_a_run_and_of_its_start(toy_run, tmp_path):
+    """The trained toy obeys, the one it started from guesses; each evaluation repeats itself."""
+    folder, results = toy_run[0] / "run", {}
+    for command, mode in itertools.product(("run", "start"), ("sampled", "greedy")):
+        words = [command, folder, "--episodes", 60, "--mode", mode]
+        result, again = (evaluated(tmp_path / f"{k}.json", *words) for k in range(2))
+        assert result == again and [episode["seed"] for episode in result["episodes"]] == list(range(60))
+        results[command, mode] = result
+        wins = sum(episode["success"] for episode in result["episodes"])
+        assert result["summary"]["success_rate"] == wins / 60 and (wins > 50) == (command == "run")
+        other = evaluated(tmp_path / "2.json", *words, "--seed", 1, "--num_envs", 7)["episodes"]
+        if mode == "greedy":
+            assert other == result["episodes"]  # no chance, whatever shares a forward pass
+        elif command == "start":
+            assert other != result["episodes"]
+    adapter = evaluated(
+        tmp_path / "3.json", "start", folder, "--adapter", folder / "adapter", "--episodes", 60
     )
-    part = shutil.copytree(finished_run, tmp_path / "part")
+    assert adapter["episodes"] == results["run", "sampled"]["episodes"]
+
+
+def test_a_run_that_was_interrupted_is_evaluated_from_its_checkpoint(toy_run, tmp_path, capsys):
+    whole = evaluated(tmp_path / "whole.json", "run", toy_run[0] / "run", "--episodes", 60)
+    part = shutil.copytree(toy_run[0] / "run", tmp_path / "part")
     shutil.rmtree(part / "adapter")
-    found, source = evaluation.learned(vldac.load_args(part), part)
-    assert source == "checkpoint.pt, update 2" and lora_state(found).equal(lora_state(whole))
-    evaluated(tmp_path / "part.json", "run", part, "--episodes", 2)
-    assert source in capsys.readouterr().out
+    found = evaluated(tmp_path / "part.json", "run", part, "--episodes", 60)
+    assert found["episodes"] == whole["episodes"]
+    assert found["weights"] == "checkpoint.pt, update 12" and found["weights"] in capsys.readouterr().out
     (part / "checkpoint.pt").unlink()
     with pytest.raises(SystemExit):
         evaluation.main(["run", str(part)])
@@ -2399,38 +2449,62 @@ def test_compare_is_paired_and_refuses_what_differs(tmp_path, capsys):
     for name, reason in {"more": "seeds", "world": "env", "limit": "max_episode_steps"}.items():
         with pytest.raises(SystemExit) as stop:
             evaluation.main(["compare", str(paths["hint"]), str(paths[name])])
-        assert stop.value.code == 2 and f"differ in {reason} and" in capsys.readouterr().err
+        assert stop.value.code == 2 and f"differ in {reason}" in capsys.readouterr().err
 
 
 def test_an_animation_shows_every_step_and_the_outcome(tmp_path):
-    words = ["hint", "--env", "NumberLine", "--episodes", 3, "--gif", 2]
+    """The last picture says success in green or no success in red."""
+    words = ["hint", "--env", "NumberLine", "--episodes", 8, "--gif", 8, "--max_episode_steps", 2]
     result = evaluated(tmp_path / "r.json", *words)
-    assert sorted(path.name for path in tmp_path.glob("*.gif")) == ["r-0.gif", "r-1.gif"]
-    with Image.open(tmp_path / "r-1.gif") as gif:
-        assert gif.n_frames == result["episodes"][1]["length"] + 1 and gif.size == (640, 320)
+    for episode in result["episodes"]:
+        with Image.open(tmp_path / f"r-{episode['seed']}.gif") as gif:
+            assert gif.n_frames == episode["length"] + 1 and gif.size == (640, 320)
+            gif.seek(gif.n_frames - 1)
+            red, green, _ = np.asarray(gif.convert("RGB"), int).transpose(2, 0, 1)
+        assert ((green > red + 60).any(), (red > green + 60).any()) == (
+            episode["success"],
+            not episode["success"],
+        )
+    assert 0 < result["summary"]["success_rate"] < 1
+
+
+def test_a_world_without_a_flag_has_positive_returns(tmp_path):
+    result = evaluated(tmp_path / "r.json", "random", "--env", "test_vldac:Gamble-v0", "--episodes", 40)
+    returns = [episode["return"] for episode in result["episodes"]]
+    assert set(returns) == {-1.0, 1.0} and "success_rate" not in result["summary"]
+    assert result["summary"]["positive_return"] == returns.count(1.0) / 40
+    assert ": positive return 0." in evaluation.describe(result)
 
 
 def test_learning_curves(tmp_path, capsys, monkeypatch):
-    """Two seeds of one kind in a row of the table, by hand; 0.8 is reached at step 40 and 20."""
+    """Two seeds in a row of the table, by hand: 0.8 is reached at step 40 and 30; a world without a flag."""
     pytest.importorskip("matplotlib", reason="plots need: pip install matplotlib")
     for seed, rates in enumerate([[None, 0.2, 0.6, 1.0], [None, 0.4, 0.8, 0.6]]):
-        folder = tmp_path / f"OneRoom-tiny-{seed}"
+        folder = tmp_path / f"NumberLine-tiny-{seed}"
         folder.mkdir()
-        (folder / "args.json").write_text(json.dumps({"env": "OneRoom", "seed": seed}))
+        (folder / "args.json").write_text(json.dumps({"env": "NumberLine", "seed": seed}))
         rows = [
             {"global_step": 10 * k, "charts/success_rate": rate, "charts/invalid_action_rate": 0.25}
             for k, rate in enumerate(rates, 1)
         ]
         (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flagless = shutil.copytree(folder, tmp_path / "lake-Lake-v0-tiny-1")
+    (flagless / "args.json").write_text(json.dumps({"env": "lake:Lake-v0", "seed": 1}))
+    log = (flagless / "log.jsonl").read_text().splitlines()
+    log[1:] = [line.replace("success_rate", "positive_return") for line in log[1:]]
+    (flagless / "log.jsonl").write_text("\n".join(log))
     folders = sorted(map(str, tmp_path.iterdir()))
-    level = tmp_path / "random.json"
-    evaluated(level, "random", "--env", "NumberLine", "--episodes", 2)
+    level = tmp_path / "hint.json"
+    evaluated(level, "hint", "--env", "NumberLine", "--episodes", 2)
     evaluation.main(["plot", *folders, str(level), "--out", str(tmp_path / "c.png")])
-    row = "| OneRoom | tiny | 0 / 1 | 1.00 / 0.60 | 0.60 / 0.65 | 40 / 30 | 0.750 / 0.750 | - / - |"
-    assert row in capsys.readouterr().out.splitlines()
+    rows = capsys.readouterr().out.splitlines()
+    assert (
+        "| NumberLine | tiny | 0 / 1 | 1.00 / 0.60 | 0.60 / 0.65 | 40 / 30 | 0.750 / 0.750 | - / - |" in rows
+    )
+    assert "| lake:Lake-v0 | tiny | 1 | 0.60 | 0.65 | 30 | 0.750 | - |" in rows
     with Image.open(tmp_path / "c.png") as picture:
         assert picture.width > 300
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit) as stop:
         evaluation.main(["plot", *folders])
     assert stop.value.code == 2 and "pip install matplotlib" in capsys.readouterr().err
@@ -2440,6 +2514,7 @@ def test_learning_curves(tmp_path, capsys, monkeypatch):
     "words, reason",
     [
         ("run nowhere", "nowhere is not the folder of a run"),
+        ("model --env NumberLine", "a toy belongs to a run"),
         ("hint --env OneRom", "Did you mean: `OneRoom`?"),
         ("hint --env test_vldac:Counter-v0", "test_vldac:Counter-v0 gives no hint"),
         ("random --env NumberLine --episodes 0", "--episodes must be at least 1"),
@@ -2485,6 +2560,7 @@ def test_the_readme_s_world_runs(tmp_path, model_folder, monkeypatch):
     world = envs.make_env("my_world:Doors-v0", max_episode_steps=30)
     assert play(world, 0, randomly(0)) == play(world, 0, randomly(0))
     assert len(play(world, 0, lambda info: "no such action")) == 31  # costs its step, changes nothing
+    assert play(world, 0, lambda info: world.get_wrapper_attr("hint")())[-1][5]["success"]
     argv = ["--env", "my_world:Doors-v0", "--model", model_folder(), *SMALL, "--max_episode_steps", 4]
     assert run(tmp_path, *argv)[1][-1]["charts/success_rate"] is not None
 

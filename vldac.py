@@ -1165,7 +1165,8 @@ def toy_folder(args: Args) -> Path:
     folder = cache / f"{re.sub(r'[^A-Za-z0-9]+', '-', args.env)}-{key}"
     if not folder.exists():
         environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}  # torchrun's: the script is alone
-        command = [sys.executable, script, folder, json.dumps(vars(args))]
+        options = {option.name: getattr(args, option.name) for option in dataclasses.fields(Args)}
+        command = [sys.executable, script, folder, json.dumps(options)]
         subprocess.run(command, env=environment, check=True)
     return folder
 
@@ -1230,6 +1231,13 @@ def thought_weights(policy, tokens, mask):
 PROGRAM = "python vldac.py" if WORLD_SIZE == 1 else f"torchrun --nproc_per_node={WORLD_SIZE} vldac.py"
 
 
+def refuse(error):
+    """End the program with the error as one line."""
+    words = "; ".join([str(error), *getattr(error, "__notes__", [])])
+    print(f"{Path(sys.argv[0]).name}: error: {words}", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
 def beginning(player, seed):
     """All that is seen of an episode until its first step has been played."""
     player.reset(seed)
@@ -1275,8 +1283,7 @@ def main(argv=None):
         if WORLD_SIZE > 1:
             dist.destroy_process_group()
     except envs.UserError as error:
-        print("vldac.py: error:", "; ".join([str(error), *getattr(error, "__notes__", [])]), file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse(error)
     except KeyboardInterrupt:
         raise SystemExit(f"stopped; to go on: {PROGRAM} --resume {folder}" if folder else "stopped") from None
 
