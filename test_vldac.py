@@ -915,16 +915,8 @@ def test_searches_only_where_they_are_offered():
 def test_the_parser_survives_hostile_text():
     """10,000 generated strings, and 2 MB of each hostile part: only admissible actions come out."""
     rng = random.Random(0)
-    parts = [
-        *':{}[]"\\ \n\x00\ud800\u202eé-9',
-        '"action"',
-        '"action":',
-        '"action": "',
-        '{"action":',
-        '\\"',
-        "\\u",
-    ]
-    parts += ["\\ud83d", "turn left", "10", "1e999", "NaN", "null", "true", "__import__('os')"]
+    parts = [*':{}[]"\\ \n\x00\ud800\u202eé-9', '"action"', '"action":', '"action": "', '{"action":', '\\"']
+    parts += ["\\u", "\\ud83d", "turn left", "10", "1e999", "NaN", "null", "true", "__import__('os')"]
     for _ in range(10_000):
         text = "".join(rng.choices(parts, k=rng.randrange(40)))
         assert parse_action(text, ["turn left", "10"]) in ("turn left", "10", None)
@@ -1014,15 +1006,14 @@ def test_same_seed_and_actions_same_episode(name):
     env, twin = envs.make_env(name), envs.make_env(name)
     names = [other for other in [*envs.MINIWORLD * (not NO_OPENGL), *envs.CARDS] if other != name]
     others = [envs.make_env(other) for other in names]
-    for other in others:
-        other.reset(seed=9)
     alone = play(env, 5, randomly(1))
     play(twin, 6, randomly(2))
     choose = randomly(1)
 
     def interleaved(info):
-        for other in others:
-            other.step(other.actions[0])
+        other = others[info["left"] % len(others)]
+        other.reset(seed=9)
+        other.step(other.actions[0])
         return choose(info)
 
     assert play(twin, 5, interleaved) == alone != play(env, 7, randomly(1))
@@ -1748,8 +1739,8 @@ def test_seeds_are_goals_of_a_shop_s_split(shop, monkeypatch):
     tasks = {"train": {"a red mug, large", "a blue mug"}, "eval": {"a blue mug for tea"}}
     for split in tasks:
         env = envs.make_env("WebShop", split=split)
-        once, again = ([env.reset(seed=seed)[1]["task"] for seed in range(6)] for _ in range(2))
-        assert once == again and set(once) == tasks[split]
+        found = [env.reset(seed=seed)[1]["task"] for seed in range(15)]
+        assert set(found) == tasks[split] and env.reset(seed=0)[1]["task"] == found[0]
         env.close()
     monkeypatch.setenv("WEBSHOP_GOALS", "3000")
     goals = [envs.make_env("WebShop", split=split).goals for split in ("train", "eval")]
