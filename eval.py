@@ -119,9 +119,8 @@ def scripted(command, args):
             if command == "hint":
                 action = player.describe("hint")
             else:
-                rng = random.Random(
-                    f"{player.seed} {len(player.actions)}"
-                )  # the same whatever plays beside it
+                # A function of the seed, so that it does not matter what plays beside it.
+                rng = random.Random(f"{player.seed} {len(player.actions)}")
                 action = rng.choice(player.info["actions"])
             if action is None:
                 raise UserError(f"{args.env} gives no hint")
