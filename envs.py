@@ -944,6 +944,8 @@ def make_env(name: str, *, max_episode_steps=None, invalid_reward=None, split="t
             if "rgb_array" not in env.metadata.get("render_modes", []):
                 raise UserError(f'--env {name}: it has Discrete actions, but no render mode "rgb_array"')
             env = TextActions(gym.make(env_id, disable_env_checker=True, render_mode="rgb_array"))
-    except (gym.error.Error, ModuleNotFoundError) as error:
+    except gym.error.UnregisteredEnv as error:
         raise UserError(f"--env {name}: {error} The worlds of envs.py: {', '.join(NAMES)}") from None
+    except (gym.error.Error, ModuleNotFoundError) as error:  # pygame, or a module of that name, is missing
+        raise UserError(f"--env {name}: {error}") from None
     return Checked(env, max_episode_steps, invalid_reward)
