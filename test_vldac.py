@@ -779,9 +779,8 @@ TALK = '{"thoughts": "the box is ahead", '
         ('{"thoughts": "\u65e5\u672c is ahead", "action": 1}', '{"thoughts": "\u65e5\u672c is ahead", '),
     ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_thought_ends_where_the_action_s_key_begins(family, text, thought, model_folder):
-    policy = make_policy(model_folder(family), thought_coef=0.25)
+def test_the_thought_ends_where_the_action_s_key_begins(text, thought, model_folder):
+    policy = make_policy(model_folder(), thought_coef=0.25)
     rest = policy.tokenizer(text[len(thought) :], add_special_tokens=False).input_ids
     ids = policy.tokenizer(thought, add_special_tokens=False).input_ids
     tokens, mask = pad([ids + rest + policy.stop_ids[:1].tolist(), rest + [9]])
@@ -1991,6 +1990,7 @@ def forked(function, ranks=1):
             status = 1
             try:
                 Troubled.steps = 0
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
                 vldac.RANK, vldac.WORLD_SIZE = rank, ranks
                 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
                 values = (str(rank), str(rank), str(ranks), "127.0.0.1", port)
