@@ -936,7 +936,7 @@ def summary(episodes) -> dict[str, float]:
     totals = {key: sum(episode[key] for episode in episodes) for key in episodes[0]}
     n, steps = len(episodes), totals["length"]
     result = {
-        "success_rate" if totals["flagged"] == n else "positive_return": totals["success"] / n,
+        "success_rate" if totals["flagged"] else "positive_return": totals["success"] / n,
         "episodic_return": totals["return"] / n,
         "episodic_length": steps / n,
         "invalid_action_rate": totals["invalid"] / steps,
@@ -955,7 +955,7 @@ def charts(policy, rollout: Rollout, losses, times, episodes) -> dict:
     def mean(key):
         return np.mean([episode[key] for episode in episodes]).item() if episodes else None
 
-    flagged = all(episode["flagged"] for episode in episodes)
+    flagged = not episodes or any(episode["flagged"] for episode in episodes)
     steps = rollout.steps
     was_cut = ~torch.isin(rollout.tokens, policy.stop_ids).any(1)  # (B,) by max_new_tokens
     row = {
