@@ -1099,8 +1099,7 @@ def test_environments_that_others_wrote(run, name):
     assert (info["actions"], info["left"]) == (actions, limit) and task in info["task"]
     assert play(env, 0, randomly(0)) == play(env, 0, randomly(0))
     _, rows = run(name, "--max_episode_steps", 3)
-    flag = "charts/success_rate" if "Named" in name else "charts/positive_return"
-    assert rows[-1][flag] is not None and rows[-1]["charts/episodic_return"] is not None
+    assert rows[-1]["charts/positive_return"] is not None and rows[-1]["charts/episodic_return"] is not None
 
 
 def test_an_environment_with_discrete_actions():
