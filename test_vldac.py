@@ -191,7 +191,7 @@ SPECIAL = [*toy.SPECIAL, "<eos>", "<start_of_image>", "<end_of_image>", "<image_
 SPECIAL += ["<image>", "<fake_token_around_image>", "<global-img>", "<video>"]
 
 
-def write_model(family, folder):
+def write_model(family, folder, H=32, layers=2):
     """A random model of a few thousand parameters whose folder has the traps of the hub's.
 
     A generation_config that samples greedily (top_k 1, temperature 0.01) and ends a turn by either of two
@@ -201,8 +201,9 @@ def write_model(family, folder):
     raw.add_special_tokens(SPECIAL)
     ids = {token: raw.token_to_id(token) for token in SPECIAL}
 
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text |= {"num_key_value_heads": 1, "vocab_size": raw.get_vocab_size(), "pad_token_id": 0}
+    text = {"hidden_size": H, "intermediate_size": 2 * H, "num_hidden_layers": layers, "pad_token_id": 0}
+    text |= {"num_attention_heads": H // 16, "num_key_value_heads": H // 32}
+    text["vocab_size"] = raw.get_vocab_size()
     vision = {"hidden_size": 32, "intermediate_size": 64}
     images, files, extra = {"processor_class": PROCESSORS[family]}, {}, {}
     if family.startswith("qwen"):
@@ -210,11 +211,11 @@ def write_model(family, folder):
         names = "image_pad video_pad vision_start vision_end".split()
         rest = {f"{name.removesuffix('_pad')}_token_id": ids[f"<|{name}|>"] for name in names}
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-        vision |= {"num_heads": 2, "depth": 2, "out_hidden_size": 32}
+        vision |= {"num_heads": 2, "depth": 2, "out_hidden_size": H}
         images |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2}
         images |= {"temporal_patch_size": 2, "min_pixels": 3136, "max_pixels": 12845056}
         if family == "qwen2_vl":
-            vision |= {"embed_dim": 32, "mlp_ratio": 2}
+            vision |= {"embed_dim": 32, "mlp_ratio": 2, "hidden_size": H}
         if family == "qwen2_5_vl":
             vision["fullatt_block_indexes"] = [0]
         if family == "qwen3_vl":
@@ -1992,6 +1993,12 @@ def test_the_toy_s_lesson_has_random_actions_hints_and_idle_steps():
     assert 0.55 < hinted < 0.70  # 1/4 + 3/4 * 1/2
     assert all(json.loads(e.response(rng))["thoughts"] == e.caption for e in examples)
     assert len({e.caption for e in examples}) > 20
+
+
+def test_the_benchmark_runs(monkeypatch, capsys):
+    monkeypatch.setattr(time, "perf_counter", time.perf_counter)  # it puts the processor's time there
+    importlib.import_module("speed").main("num_envs=2", "steps=4", "layers=1")
+    assert "num_envs=2  steps=4  layers=1" in capsys.readouterr().out
 
 
 # -------------------------------------------------------------------------------------------- evaluation

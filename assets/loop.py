@@ -94,6 +94,7 @@ def main(argv=None):
     if args.num_envs % args.group_size or args.resume:
         raise SystemExit("--num_envs must be a multiple of --group_size, and there is no --resume")
     args.vf_coef = 0.0
+    vldac.check_world(args)
     folder = vldac.open_run(args)
     players = [vldac.Player(args, index) for index in range(args.num_envs)]
     vldac.set_seed(args.seed)

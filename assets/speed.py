@@ -50,6 +50,9 @@ class Still(gym.Env):
         return observation, float(self.np_random.random()), False, False, info
 
 
+gym.register("Still-v0", Still)
+
+
 def lengthen(policy, players, length) -> int:
     """Give the simulators words until every prompt has `length` tokens; the number it then has."""
     for count in itertools.count():
@@ -145,7 +148,7 @@ def main(*words):
             if not model:
                 model = write_model("qwen2_vl", Path(folder), setting["width"], setting["layers"])
             args = vldac.Args(
-                env="speed:Still", model=str(model), device=setting["device"],
+                env="Still-v0", model=str(model), device=setting["device"],
                 dtype="float32" if cpu else "bfloat16", num_envs=setting["num_envs"],
                 max_episode_steps=10**6, num_images=setting["images"], max_new_tokens=setting["response"],
                 minibatch_size=16, micro_batch_size=setting["micro"], value_hidden=[256, 256],
