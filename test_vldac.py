@@ -1998,7 +1998,7 @@ def test_the_toy_s_lesson_has_random_actions_hints_and_idle_steps():
 def test_the_benchmark_runs(monkeypatch, capsys):
     monkeypatch.setattr(time, "perf_counter", time.perf_counter)  # it puts the processor's time there
     importlib.import_module("speed").main("num_envs=2", "steps=4", "layers=1")
-    assert "num_envs=2  steps=4  layers=1" in capsys.readouterr().out
+    assert "layers=1  num_envs=2  steps=4" in capsys.readouterr().out
 
 
 # -------------------------------------------------------------------------------------------- evaluation
