@@ -369,7 +369,7 @@ class EZPoints(CardGame):
     signs = ("+", "*")
     actions = (*NUMBERS, *signs, "=")
     task = FORMULA_TASK.format(target, " ".join(signs))
-    longest = 5  # symbols; what comes after more than these is the last action
+    longest = 5  # after more symbols than these the next action is the last, and pays -1
     limit = longest + 2
     card_width = 135
     formula_at = (10, 258)
@@ -392,13 +392,13 @@ class EZPoints(CardGame):
     def _step(self, action):
         if len(self.formula) > self.longest:
             return -1, False  # the last step: the time limit ends the game, whatever was written
-        if action.isdigit() and action not in self.free:
-            self.formula.append(" ")
-            return -1, False
         if action == "=":
             self.success = not self.free and evaluate(self.formula) == self.target
             return (10 if self.success else -1), True
         if action.isdigit():
+            if action not in self.free:
+                self.formula.append(" ")
+                return -1, False
             self.free.remove(action)
         self.formula.append(action)
         return 0, False
@@ -513,7 +513,7 @@ class Blackjack(CardGame):
 # ------------------------------------------------------------------------------------------------ ALFWorld
 
 ALFWORLD = (
-    "pip install alfworld (Python 3.9 to 3.12, with a C++ compiler and make), then alfworld-download "
+    "pip install alfworld (Python 3.11 or 3.12, with a C++ compiler and make), then alfworld-download "
     "(ALFWORLD_DATA says where to, by default ~/.cache/alfworld)"
 )
 
@@ -537,7 +537,7 @@ def load_alfworld(kind, split):
     except ImportError as error:
         raise UserError(f"ALFWorld is not installed ({error}): {ALFWORLD}") from None
     if sys.version_info >= (3, 13):
-        raise UserError(f"ALFWorld's games do not run on Python {sys.version.split()[0]}: use 3.9 to 3.12")
+        raise UserError(f"ALFWorld's games do not run on Python {sys.version.split()[0]}: use 3.11 or 3.12")
     name = {"train": "train", "eval": "valid_unseen"}[split]
     games = os.path.join(os.environ["ALFWORLD_DATA"], "json_2.1.1", name)  # alfworld sets it if it is not set
     thor = {"screen_width": 300, "screen_height": 300, "smooth_nav": False, "save_frames_to_disk": False}
@@ -620,7 +620,7 @@ class ALFWorld(World):
 
 
 class ALFWorldThor(ALFWorld):
-    """The same as frames of the THOR simulator: 1 if done, plus the share of the goal reached. Never run."""
+    """The same as frames of THOR: at every step the share of the goal reached, plus 1 if done. Never run."""
 
     kind = "AlfredThorEnv"
     size = (300, 300)
@@ -671,8 +671,8 @@ def browser():
 class WebShop(World):
     """Buy what the instruction asks for, in a browser on the real site (Yao et al. 2022); the site's reward.
 
-    Of the site's WEBSHOP_GOALS goals, split eval is 0 to 499 and train those from 1,500 on, or of fewer than
-    2,000 the first quarter and the rest.
+    Of the site's WEBSHOP_GOALS goals, split eval has 0 to 499, and train those from 1,500 on; where there are
+    fewer than 2,000, eval has the first quarter and train the rest.
     """
 
     size = (640, 640)
@@ -858,7 +858,8 @@ class Checked(gym.Wrapper):
         self.max_episode_steps, self.invalid_reward = max_episode_steps, invalid_reward
         spaces = getattr(env, "observation_space", None)
         image = spaces["image"] if isinstance(spaces, Dict) and spaces.keys() == {"image", "text"} else None
-        if not isinstance(image, Box) or image.dtype != np.uint8 or image.shape[2:] != (3,):
+        right = isinstance(image, Box) and image.dtype == np.uint8 and image.shape[2:] == (3,)
+        if not right or "" not in spaces["text"]:
             words = "Dict(image=Box(0, 255, (height, width, 3), np.uint8), text=AnyText())"
             raise UserError(f"its action_space must be Discrete, or its observation_space {words}")
 
@@ -870,8 +871,8 @@ class Checked(gym.Wrapper):
         if not isinstance(info.get("task"), str):
             raise UserError('reset must say what to achieve in info["task"], a str')
         # Minigrid's name for its limit is max_steps; some of its worlds set it in reset.
-        limits = self.max_episode_steps, self.env.spec.max_episode_steps
-        limits = [*limits, getattr(self.env.unwrapped, "max_steps", None)]
+        own = getattr(self.env.unwrapped, "max_steps", None)
+        limits = [self.max_episode_steps, self.env.spec.max_episode_steps, own]
         self.limit = min([limit for limit in limits if limit], default=128)
         self.taken = 0
         return observation, self._checked(observation, info)
@@ -918,9 +919,10 @@ for name in CARDS + TEXT:
 def make_env(name: str, *, max_episode_steps=None, invalid_reward=None, split="train") -> gym.Env:
     """A world by its name here ("OneRoom"), or any environment by its Gymnasium id ("FrozenLake-v1").
 
-    max_episode_steps  time limit in actions; None: the world's own, which also counts if it is shorter
+    max_episode_steps  time limit in actions; None: the world's own. A limit of the game, of the simulator or
+                       of the registration cannot be exceeded
     invalid_reward     for an action that is not admissible; None: the world's own
-    split              "train" or "eval": of ALFWorld's games or WebShop's goals; elsewhere the seeds differ
+    split              "train" or "eval": of ALFWorld's games or WebShop's goals; other worlds ignore it
     UserError for an unknown name, a missing package, or spaces that are neither the contract's nor Discrete.
 
     >>> env = make_env("NumberLine")

@@ -99,7 +99,7 @@ def describe(result) -> str:
     summary, mode = result["summary"], result["mode"]
     name, rate = success_of(result)
     low, high = summary["interval"]
-    player = ", ".join([result["player"], mode] if mode else [result["player"]])
+    player = ", ".join(filter(None, [result["player"], mode]))
     return (
         f"{result['task']['env']}, {player}, {len(result['episodes'])} episodes: "
         f"{name} {rate:.3f} ({low:.3f}-{high:.3f}), "
@@ -176,8 +176,8 @@ TASK = ("env", "split", "max_episode_steps", "invalid_reward")
 def evaluate(command, args, interrupted=None):
     """Play the episodes. Returns the result, and what was seen on the first `args.gif` seeds, by seed."""
     if command in ("random", "hint"):
-        act, policy, weights = scripted(command, args), None, None
-        mode, model = None, None
+        act = scripted(command, args)
+        policy = weights = mode = model = None
     else:
         act, mode, model = vldac.act, args.mode, args.model
         policy, weights = load_policy(args, interrupted)
@@ -200,7 +200,7 @@ def evaluate(command, args, interrupted=None):
 
 
 def picture(frame, paragraphs):
-    """A frame enlarged to 320 pixels of height beside paragraphs: (text, font size, colour)."""
+    """A frame scaled to 320 pixels of height beside paragraphs: (text, font size, colour)."""
     width = round(frame.shape[1] * 320 / frame.shape[0])
     canvas = Image.new("RGB", (width + 320, 320), "white")
     canvas.paste(Image.fromarray(frame).resize((width, 320), Image.Resampling.NEAREST))
@@ -215,7 +215,7 @@ def picture(frame, paragraphs):
 
 
 def write_gif(path, film, episode, world):
-    """An episode as an animation: the frame enlarged; world, thought, action and outcome beside it."""
+    """An episode as an animation: the frame; world, thought, action and outcome beside it."""
     pictures = []
     for number, shot in enumerate(film, 1):
         paragraphs = [(world, 13, "gray")]
@@ -369,7 +369,7 @@ def options_of(command, folder, words):
             saved = vldac.load_args(folder, Args)
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{folder} is not the folder of a run: {error}") from None
-        saved = dataclasses.replace(saved, split="eval", **no_update)
+        saved = dataclasses.replace(saved, split="eval", track=False, **no_update)
         started_from = saved.adapter
         if command == "run" and (folder / "adapter").exists():
             saved.adapter = str(folder / "adapter")
@@ -395,7 +395,9 @@ def report(command, folder, words):
     args, interrupted = options_of(command, folder, words)
     vldac.check_world(args)
     result, films = evaluate(command, args, interrupted)
-    player = Path(args.model).name if command == "model" else command
+    player = command
+    if command == "model":
+        player = "-".join(Path(name).name for name in (args.model, args.adapter) if name)
     name = "-".join(filter(None, [args.env, player, result["mode"], str(args.episodes)]))
     results = folder / "eval" if folder else Path("results")
     out = Path(args.out) if args.out else results / (re.sub(r"[^\w.-]+", "-", name) + ".json")

@@ -1925,6 +1925,7 @@ def test_precedence_is_command_line_world_toy_default():
     assert args.learning_rate == vldac.TOY["learning_rate"] != Args.learning_rate
     assert args.gae_lambda == 1.0 and args.total_timesteps == 12_288  # the world's
     assert args.clip_coef == Args.clip_coef
+    assert vldac.parse_args(["--env", "vldac/EZPoints-v0", "--device", "cpu"]).gamma == 1.0
     assert vldac.parse_args(["--device", "cpu"]).total_timesteps == 25_600  # the toy's
     args = vldac.parse_args(f"--env NumberLine --gamma {Args.gamma} --device cpu --stop_grad false".split())
     assert args.gamma == Args.gamma  # given counts, also where it equals the default

@@ -1128,7 +1128,8 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
     else:
         device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
         model = given.model or ("Qwen/Qwen2-VL-7B-Instruct" if device.startswith("cuda") else "tiny")
-        changes = (TOY if model == "tiny" else {}) | WORLDS.get(given.env, {})
+        world = given.env.removeprefix("vldac/").removesuffix("-v0")  # also by its full Gymnasium id
+        changes = (TOY if model == "tiny" else {}) | WORLDS.get(world, {})
         parser.set_defaults(**changes, device=device, model=model)
     args = options(**vars(parser.parse_args(argv)))
     if args.dtype == "auto":
@@ -1239,7 +1240,7 @@ def refuse(error):
 
 
 def beginning(player, seed):
-    """All that is seen of an episode until its first step has been played."""
+    """What is shown and paid until the first step of an episode has been played."""
     player.reset(seed)
     first = player.observations[-1]
     reward, _ = player.step(player.info["actions"][0])
