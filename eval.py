@@ -107,6 +107,58 @@ def describe(result) -> str:
     )
 
 
+# ------------------------------------------------------------------------------------------ the animations
+
+
+def picture(frame, paragraphs):
+    """A frame scaled to 320 pixels of height beside paragraphs: (text, font size, colour)."""
+    width = round(frame.shape[1] * 320 / frame.shape[0])
+    canvas = Image.new("RGB", (width + 320, 320), "white")
+    canvas.paste(Image.fromarray(frame).resize((width, 320), Image.Resampling.NEAREST))
+    draw, y = ImageDraw.Draw(canvas), 10
+    for text, size, colour in paragraphs:
+        text = text.encode("ascii", "replace").decode()  # the font has no other letters
+        for line in textwrap.wrap(text, 600 // size):
+            draw.text((width + 12, y), line, colour, font=ImageFont.load_default(size=size))
+            y += size + 5
+        y += 10
+    return canvas
+
+
+def picture_of_step(number, frame, step):
+    """What was seen, thought and done."""
+    thought = step.response.split('"thoughts"')[-1].split('", "action"')[0].strip(' :{"')
+    action = (step.action, 16, "blue") if step.action else ("(no admissible action)", 16, "red")
+    return picture(frame, [(f"step {number}", 13, "gray"), (thought[:300], 13, "black"), action])
+
+
+def picture_of_end(player):
+    """What an episode has come to."""
+    result = player.result()
+    paragraphs = [(f"{result['length']} steps, return {result['return']:.2f}", 13, "gray")]
+    if result["flagged"]:
+        paragraphs.append(("success", 16, "green") if result["success"] else ("no success", 16, "red"))
+    return picture(player.observations[-1]["image"], paragraphs)
+
+
+def filmed(act, films, args, bar):
+    """The same as `act`; it also makes pictures of the first `args.gif` seeds, and moves the progress bar."""
+
+    def filming_act(policy, players):
+        frames = [player.observations[-1]["image"] for player in players]
+        steps = act(policy, players)
+        for player, frame, step in zip(players, frames, steps, strict=True):
+            if player.seed < args.gif:
+                film = films.setdefault(player.seed, [])
+                film.append(picture_of_step(len(film) + 1, frame, step))
+                if step.done:
+                    film.append(picture_of_end(player))
+        bar.update(sum(step.done for step in steps))
+        return steps
+
+    return filming_act
+
+
 # --------------------------------------------------------------------------------------------- the players
 
 
@@ -143,38 +195,12 @@ def load_policy(args, interrupted):
     return policy, f"checkpoint.pt, update {state['update']}"
 
 
-@dataclass
-class Shot:
-    """A frame of an animation: what was seen, and the step that followed; None at the end."""
-
-    frame: np.ndarray
-    step: vldac.Step | None
-
-
-def filmed(act, films, count, bar):
-    """The same as `act`; it also keeps what is seen on seeds 0 ... count - 1, and moves the progress bar."""
-
-    def filming_act(policy, players):
-        frames = [player.observations[-1]["image"] for player in players]
-        steps = act(policy, players)
-        for player, frame, step in zip(players, frames, steps, strict=True):
-            if player.seed < count:
-                film = films.setdefault(player.seed, [])
-                film.append(Shot(frame, step))
-                if step.done:
-                    film.append(Shot(player.observations[-1]["image"], None))
-        bar.update(sum(step.done for step in steps))
-        return steps
-
-    return filming_act
-
-
 # What two results must share to be compared.
 TASK = ("env", "split", "max_episode_steps", "invalid_reward")
 
 
 def evaluate(command, args, interrupted=None):
-    """Play the episodes. Returns the result, and what was seen on the first `args.gif` seeds, by seed."""
+    """Play the episodes. Returns the result, and the pictures of the first `args.gif` seeds, by seed."""
     if command in ("random", "hint"):
         act = scripted(command, args)
         policy = weights = mode = model = None
@@ -189,48 +215,11 @@ def evaluate(command, args, interrupted=None):
     args.max_episode_steps = players[0].info["left"]  # the limit that holds, also if none was given
     films = {}
     with tqdm(total=args.episodes, unit="episode", disable=None) as bar:
-        act = filmed(act, films, args.gif, bar)
+        act = filmed(act, films, args, bar)
         episodes = vldac.evaluate(policy, players, range(args.episodes), act)
     result = {"player": command, "mode": mode, "model": model, "weights": weights, "seed": args.seed}
     result |= {"task": {name: getattr(args, name) for name in TASK}}
     return result | {"summary": summarize(episodes), "episodes": episodes}, films
-
-
-# ------------------------------------------------------------------------------------------ the animations
-
-
-def picture(frame, paragraphs):
-    """A frame scaled to 320 pixels of height beside paragraphs: (text, font size, colour)."""
-    width = round(frame.shape[1] * 320 / frame.shape[0])
-    canvas = Image.new("RGB", (width + 320, 320), "white")
-    canvas.paste(Image.fromarray(frame).resize((width, 320), Image.Resampling.NEAREST))
-    draw, y = ImageDraw.Draw(canvas), 10
-    for text, size, colour in paragraphs:
-        text = text.encode("ascii", "replace").decode()  # the font has no other letters
-        for line in textwrap.wrap(text, 600 // size):
-            draw.text((width + 12, y), line, colour, font=ImageFont.load_default(size=size))
-            y += size + 5
-        y += 10
-    return canvas
-
-
-def write_gif(path, film, episode, world):
-    """An episode as an animation: the frame; world, thought, action and outcome beside it."""
-    pictures = []
-    for number, shot in enumerate(film, 1):
-        paragraphs = [(world, 13, "gray")]
-        if shot.step is None:
-            success = ("success", 16, "green") if episode["success"] else ("no success", 16, "red")
-            outcome = f"{episode['length']} steps, return {episode['return']:.2f}"
-            paragraphs += [success, (outcome, 13, "gray")]
-        else:
-            thought = shot.step.response.split('"thoughts"')[-1].split('", "action"')[0].strip(' :{"')
-            paragraphs += [(f"step {number}", 13, "gray"), (thought[:300], 13, "black")]
-            action = shot.step.action
-            paragraphs.append((action, 16, "blue") if action else ("(no admissible action)", 16, "red"))
-        pictures.append(picture(shot.frame, paragraphs))
-    durations = [400] * (len(film) - 1) + [2500]  # milliseconds
-    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=durations, loop=0)
 
 
 # ------------------------------------------------------------------------------- results beside each other
@@ -407,7 +396,8 @@ def report(command, folder, words):
     print(f"{describe(result)}, invalid {invalid:.3f}, {tokens:.1f} tokens per response -> {out}")
     for seed, film in sorted(films.items()):
         path = out.with_name(f"{out.stem}-{seed}.gif")
-        write_gif(path, film, result["episodes"][seed], args.env)
+        durations = [400] * (len(film) - 1) + [2500]  # milliseconds
+        film[0].save(path, save_all=True, append_images=film[1:], duration=durations, loop=0)
         print(path)
 
 
