@@ -61,8 +61,8 @@ class AnyText(Text):
 class World(gym.Env):
     """What the worlds of this file share: the spaces, the time limit and the info dict.
 
-    A subclass has `task`, `actions`, `_reset()`, `_step(action) -> (reward, terminated)`, `_frame()`,
-    `caption()` and perhaps `hint()`, and sets `success`.
+    A subclass has `task`, `actions`, `_reset()`, `_step(action) -> (reward, terminated)`, `_frame()`, perhaps
+    `caption()` and `hint()`, and sets `success`.
 
     limit           actions in an episode; None: the world's own
     invalid_reward  for an action that is not admissible; None: the world's own

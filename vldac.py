@@ -614,7 +614,7 @@ class Player:
         try:
             yield
         except Exception as error:
-            if self.seed is not None:
+            if self.seed is not None:  # else it was still being made
                 words = f"env.reset(seed={self.seed}), then env.step through {self.actions}"
                 error.add_note(f"to reproduce: {words}")
             raise
@@ -935,6 +935,7 @@ def summary(episodes) -> dict[str, float]:
     """Means over the episodes of `evaluate`."""
     totals = {key: sum(episode[key] for episode in episodes) for key in episodes[0]}
     n, steps = len(episodes), totals["length"]
+    # Where no action was ever admissible, a world may not have told its flag: one episode that does is enough.
     result = {
         "success_rate" if totals["flagged"] else "positive_return": totals["success"] / n,
         "episodic_return": totals["return"] / n,
