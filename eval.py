@@ -10,7 +10,7 @@
 
 The first five play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that trains,
 and write a result to --out FILE; --mode greedy takes the likeliest tokens, --gif 3 makes animations of three
-episodes. They take vldac.py's options too, which win over those of the run. plot ends with --out FILE.
+episodes. They take vldac.py's options too, which win over those of the run. --out FILE comes last for plot.
 """
 
 import dataclasses

@@ -935,7 +935,7 @@ def summary(episodes) -> dict[str, float]:
     """Means over the episodes of `evaluate`."""
     totals = {key: sum(episode[key] for episode in episodes) for key in episodes[0]}
     n, steps = len(episodes), totals["length"]
-    # Where no action was ever admissible, a world may not have told its flag: one episode that does is enough.
+    # An episode without any admissible action may not have told its flag: one that does is enough.
     result = {
         "success_rate" if totals["flagged"] else "positive_return": totals["success"] / n,
         "episodic_return": totals["return"] / n,
