@@ -2,18 +2,24 @@
 
     python eval.py run runs/NAME                       what a run has learned, in its own world
     python eval.py start runs/NAME                     what it started from, on the same episodes
+    python eval.py page runs/NAME                      a page to look at: curves, and episodes step by step
+    python eval.py film runs/NAME                      an animation: an episode before and after, side by side
     python eval.py model --env OneRoom --model MODEL   any model; with an adapter: --adapter FOLDER
     python eval.py random --env OneRoom                random actions: the floor
     python eval.py hint --env OneRoom                  the world's hints: a scripted player
     python eval.py compare A.json B.json               paired difference of two results, exact McNemar test
-    python eval.py plot runs/A runs/B random.json      learning curves, results as lines; a table
+    python eval.py table runs/A runs/B                 the figures of runs, seeds side by side
+    python eval.py plot runs/A runs/B random.json      learning curves, results as dashed lines
 
-The first five play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that trains,
-and write a result to --out FILE; --mode greedy takes the likeliest tokens, --gif 3 makes animations of three
-episodes. They take vldac.py's options too, which win over those of the run. --out FILE comes last for plot.
+All but the last three play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
+trains, and write to --out FILE; `page` plays as many as the run's own evaluations, `film` one. --mode greedy
+takes the likeliest tokens. Options of vldac.py win over those of the run. --out FILE comes last for plot.
 """
 
+import base64
 import dataclasses
+import html
+import io
 import json
 import math
 import random
@@ -27,7 +33,6 @@ from typing import Literal
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from tqdm import tqdm
 
 import vldac
 from envs import UserError
@@ -39,7 +44,6 @@ class Args(vldac.Args):
 
     episodes: int = 200
     mode: Literal["sampled", "greedy"] = "sampled"
-    gif: int = 0  # animations of the first so many episodes
     out: str | None = None  # file of the result
 
 
@@ -107,56 +111,100 @@ def describe(result) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------ the animations
+# --------------------------------------------------------------------------- what was seen, thought and done
 
 
-def picture(frame, paragraphs):
-    """A frame scaled to 320 pixels of height beside paragraphs: (text, font size, colour)."""
-    width = round(frame.shape[1] * 320 / frame.shape[0])
-    canvas = Image.new("RGB", (width + 320, 320), "white")
-    canvas.paste(Image.fromarray(frame).resize((width, 320), Image.Resampling.NEAREST))
-    draw, y = ImageDraw.Draw(canvas), 10
-    for text, size, colour in paragraphs:
+@dataclass
+class Moment:
+    """A step of a recorded episode."""
+
+    frame: np.ndarray  # (height, width, 3), what was seen
+    thought: str
+    action: str | None
+    response: str
+    reward: float
+    value: float  # the critic's, before the step
+
+
+@dataclass
+class Film:
+    """A recorded episode."""
+
+    moments: list[Moment] = dataclasses.field(default_factory=list)
+    last_frame: np.ndarray | None = None
+    result: dict | None = None
+
+
+def thought_of(response) -> str:
+    """What a response says before its action.
+
+    >>> thought_of('{"thoughts": "it is close", "action": "move forward"}')
+    'it is close'
+    """
+    return response.split('"thoughts"')[-1].split('", "action"')[0].strip(' :{"')
+
+
+def recorded(act, films):
+    """The same as `act`; it also adds to `films`, by seed, what is played."""
+
+    def recording_act(policy, players):
+        frames = [player.observations[-1]["image"] for player in players]
+        steps = act(policy, players)
+        no_response = torch.zeros(len(players), 0, dtype=torch.long, device=policy.args.device)
+        _, values = vldac.score(policy, [step.prompt for step in steps], no_response, no_response)
+        for player, frame, step, value in zip(players, frames, steps, values.tolist(), strict=True):
+            film = films.setdefault(player.seed, Film())
+            thought = thought_of(step.response)
+            film.moments.append(Moment(frame, thought, step.action, step.response, step.reward, value))
+            if step.done:
+                film.last_frame, film.result = player.observations[-1]["image"], player.result()
+        return steps
+
+    return recording_act
+
+
+# ------------------------------------------------------------------------------------------- the animation
+
+
+def panel(title, film, k):
+    """Step k of an episode, or how it ended: a frame, and under it what was thought and done."""
+    ended = k >= len(film.moments)
+    frame = film.last_frame if ended else film.moments[k].frame
+    height = round(420 * frame.shape[0] / frame.shape[1])
+    canvas = Image.new("RGB", (430, height + 190), "white")
+    canvas.paste(Image.fromarray(frame).resize((420, height), Image.Resampling.NEAREST), (5, 40))
+    number = len(film.moments) if ended else k + 1
+    paragraphs = [(f"{title}, step {number}", "black", 5)]
+    if ended and film.result["flagged"]:
+        outcome = ("success", "green") if film.result["success"] else ("no success", "red")
+        paragraphs.append((*outcome, height + 45))
+    elif ended:
+        paragraphs.append((f"return {film.result['return']:.2f}", "black", height + 45))
+    else:
+        moment = film.moments[k]
+        action = (moment.action, "blue") if moment.action else ("(no admissible action)", "red")
+        thought = "\n".join(textwrap.wrap(moment.thought, 32)[:3])
+        paragraphs += [(thought, "black", height + 45), (*action, height + 150)]
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(size=26)
+    for text, color, y in paragraphs:
         text = text.encode("ascii", "replace").decode()  # the font has no other letters
-        for line in textwrap.wrap(text, 600 // size):
-            draw.text((width + 12, y), line, colour, font=ImageFont.load_default(size=size))
-            y += size + 5
-        y += 10
+        draw.text((8, y), text, color, font=font)
     return canvas
 
 
-def picture_of_step(number, frame, step):
-    """What was seen, thought and done."""
-    thought = step.response.split('"thoughts"')[-1].split('", "action"')[0].strip(' :{"')
-    action = (step.action, 16, "blue") if step.action else ("(no admissible action)", 16, "red")
-    return picture(frame, [(f"step {number}", 13, "gray"), (thought[:300], 13, "black"), action])
-
-
-def picture_of_end(player):
-    """What an episode has come to."""
-    result = player.result()
-    paragraphs = [(f"{result['length']} steps, return {result['return']:.2f}", 13, "gray")]
-    if result["flagged"]:
-        paragraphs.append(("success", 16, "green") if result["success"] else ("no success", 16, "red"))
-    return picture(player.observations[-1]["image"], paragraphs)
-
-
-def filmed(act, films, args, bar):
-    """The same as `act`; it also makes pictures of the first `args.gif` seeds, and moves the progress bar."""
-
-    def filming_act(policy, players):
-        frames = [player.observations[-1]["image"] for player in players]
-        steps = act(policy, players)
-        for player, frame, step in zip(players, frames, steps, strict=True):
-            if player.seed < args.gif:
-                film = films.setdefault(player.seed, [])
-                film.append(picture_of_step(len(film) + 1, frame, step))
-                if step.done:
-                    film.append(picture_of_end(player))
-        bar.update(sum(step.done for step in steps))
-        return steps
-
-    return filming_act
+def animate(before, after, path):
+    """Two episodes of a seed, side by side, until the second has ended; then how both ended."""
+    pictures = []
+    for k in [*range(len(after.moments)), math.inf]:
+        left, right = panel("before", before, k), panel("after", after, k)
+        picture = Image.new("RGB", (left.width + right.width, left.height), "white")
+        picture.paste(left, (0, 0))
+        picture.paste(right, (left.width, 0))
+        pictures.append(picture)
+    step = min(400, 9000 // len(after.moments))  # milliseconds
+    durations = [step] * len(after.moments) + [2500]
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=durations, loop=0)
+    print(path)
 
 
 # --------------------------------------------------------------------------------------------- the players
@@ -199,8 +247,8 @@ def load_policy(args, interrupted):
 TASK = ("env", "split", "max_episode_steps", "invalid_reward")
 
 
-def evaluate(command, args, interrupted=None):
-    """Play the episodes. Returns the result, and the pictures of the first `args.gif` seeds, by seed."""
+def evaluate(command, args, interrupted=None, films=None):
+    """Play the episodes, and add them to `films` if there are any. Returns the result."""
     if command in ("random", "hint"):
         act = scripted(command, args)
         policy = weights = mode = model = None
@@ -213,13 +261,119 @@ def evaluate(command, args, interrupted=None):
     players = [vldac.Player(args) for _ in range(min(args.episodes, args.num_envs))]
     players[0].reset(0)
     args.max_episode_steps = players[0].info["left"]  # the limit that holds, also if none was given
-    films = {}
-    with tqdm(total=args.episodes, unit="episode", disable=None) as bar:
-        act = filmed(act, films, args, bar)
-        episodes = vldac.evaluate(policy, players, range(args.episodes), act)
+    if films is not None:
+        act = recorded(act, films)
+    episodes = vldac.evaluate(policy, players, range(args.episodes), act)
     result = {"player": command, "mode": mode, "model": model, "weights": weights, "seed": args.seed}
     result |= {"task": {name: getattr(args, name) for name in TASK}}
-    return result | {"summary": summarize(episodes), "episodes": episodes}, films
+    return result | {"summary": summarize(episodes), "episodes": episodes}
+
+
+# ------------------------------------------------------------------------------------- a page about a run
+
+
+def load_log(folder):
+    """A run's rows and options; UserError if it is none."""
+    try:
+        rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        return rows, json.loads((folder / "args.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} is not the folder of a run: {error}") from None
+
+
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>
+:root {{ color-scheme: light dark; font: 15px/1.45 system-ui, sans-serif }}
+body {{ max-width: 1200px; margin: 0 auto; padding: 1rem }}
+code, small {{ overflow-wrap: anywhere }}  td, th {{ padding: .1rem .8rem .1rem 0; text-align: left }}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(260px, 1fr)); gap: 1rem }}
+.table, .strip {{ overflow-x: auto }}  .strip {{ display: flex; gap: .5rem; padding-bottom: .5rem }}
+figure {{ margin: 0 }}  .strip figure {{ flex: 0 0 190px; border: 1px solid #8888; padding: .4rem }}
+.strip img {{ width: 100%; image-rendering: pixelated }}  svg {{ width: 100% }}
+.bad {{ border-color: #d33 !important; background: #d332 }}  b {{ color: #37d }}  .bad b {{ color: #d33 }}
+</style><h1>{title}</h1><p><small>{options}</small></p>
+<h2>Training</h2><div class="charts">{charts}</div>
+<h2>Evaluations on fixed seeds</h2><div class="table"><table>{evaluations}</table></div>
+<h2>Episodes</h2><p>{played}</p>{strips}"""
+
+CHARTS = {
+    "success_rate": "success, of the last 100 episodes",
+    "positive_return": "episodes with a positive return, of the last 100",
+    "episodic_return": "return, mean of the last 100 episodes",
+    "episodic_length": "steps of an episode, mean of the last 100",
+    "invalid_action_rate": "responses that name no admissible action",
+    "kl_base": "KL to the model before training, nats per token",
+    "entropy": "entropy, nats per token",
+    "explained_variance": "explained variance of the critic",
+}
+
+
+def chart(title, points) -> str:
+    """A curve as inline SVG; points are (environment steps, value)."""
+    steps, values = np.array(points).T
+    low, high = min(0.0, values.min()), max(values.max(), 1e-3)
+    x, y = 300 * steps / steps.max(), 100 - 100 * (values - low) / (high - low)
+    line = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+    return (
+        f'<figure>{title}: <b>{values[-1]:.3g}</b><svg viewBox="-2 -12 304 126" fill="currentColor" '
+        f'font-size="9"><path d="M0 0V100H300" fill="none" stroke="#888"/><text y="-3">{high:.3g}</text>'
+        f'<text x="3" y="97">{low:.3g}</text><text y="112">0</text>'
+        f'<text x="300" y="112" text-anchor="end">{steps.max():,.0f} environment steps</text>'
+        f'<polyline points="{line}" fill="none" stroke="#37d" stroke-width="2"/></svg></figure>'
+    )
+
+
+def strip(seed, film) -> str:
+    """An episode, frame by frame."""
+    cards = []
+    for number, moment in enumerate(film.moments):
+        png = io.BytesIO()
+        Image.fromarray(moment.frame).save(png, "png")
+        picture = base64.b64encode(png.getvalue()).decode()
+        thought, action = html.escape(moment.thought), html.escape(moment.action or "")
+        kind = ""
+        if moment.action is None:
+            kind, thought, action = ' class="bad"', html.escape(moment.response), "(no admissible action)"
+        cards.append(
+            f'<figure{kind}><img alt="step {number + 1}" src="data:image/png;base64,{picture}">'
+            f"<small>{thought}</small><br><b>{action}</b><br>"
+            f"<small>step {number + 1}, reward {moment.reward:.2f}, V {moment.value:.2f}</small></figure>"
+        )
+    result = film.result
+    outcome = "success" if result["success"] else "failure"
+    if not result["flagged"]:
+        outcome = "the world tells no success"
+    heading = f"Seed {seed}: {outcome}, return {result['return']:.2f}, {result['length']} steps"
+    return f'<h3>{heading}</h3><div class="strip">{"".join(cards)}</div>'
+
+
+def page(folder, result, films) -> str:
+    """One self-contained page about a run: options, curves, evaluations, and episodes, failures first."""
+    rows, options = load_log(folder)
+    charts = []
+    for name, title in CHARTS.items():
+        for key in (f"charts/{name}", f"losses/{name}"):
+            points = [(row["global_step"], row[key]) for row in rows if row.get(key) is not None]
+            if points:
+                charts.append(chart(title, points))
+
+    evaluations = []
+    for row in rows:
+        cells = [f"{key[5:].replace('_', ' ')} {x:.3g}" for key, x in row.items() if key.startswith("eval/")]
+        if cells:
+            cells = [f"after {row['global_step']:,} steps, {options['eval_episodes']} episodes", *cells]
+            evaluations.append("<tr><td>" + "<td>".join(cells))
+
+    failures = [seed for seed, film in sorted(films.items()) if not film.result["success"]]
+    successes = [seed for seed, film in sorted(films.items()) if film.result["success"]]
+    return PAGE.format(
+        title=html.escape(folder.resolve().name),
+        options=html.escape(", ".join(f"{name} {x}" for name, x in options.items() if x is not None)),
+        charts="".join(charts),
+        evaluations="".join(evaluations) or "<tr><td>none",
+        played=html.escape(describe(result) + f", weights: {result['weights']}."),
+        strips="".join(strip(seed, films[seed]) for seed in failures[:5] + successes[:3]),
+    )
 
 
 # ------------------------------------------------------------------------------- results beside each other
@@ -254,92 +408,121 @@ def compare(path_a, path_b) -> str:
 
 @dataclass
 class Curve:
-    """What a plot shows of a run."""
+    """What a table or a plot shows of a run."""
 
     world: str
     label: str  # the run's name without world and seed; runs that share it are averaged
     seed: int
     steps: np.ndarray  # (updates,)
-    rates: np.ndarray  # (updates,) success
+    rates: np.ndarray  # (updates,) success, of the last 100 episodes
+    before: float | None  # success on the fixed seeds
+    after: float | None
     parsed: float  # of the last rollout's responses
     agreement: float | None  # true thoughts in the last evaluation
 
 
 def load_curve(folder) -> Curve:
     """A run's curve; UserError if there is none yet."""
-    try:
-        rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-        args = json.loads((folder / "args.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is not the folder of a run: {error}") from None
+    rows, args = load_log(folder)
     last = {}
     for row in rows:
         last |= row  # the last value of each key
-    key = "charts/positive_return" if "charts/positive_return" in last else "charts/success_rate"
-    points = [(row["global_step"], row[key]) for row in rows if row.get(key) is not None]
+    name = "positive_return" if "charts/positive_return" in last else "success_rate"
+    points = [
+        (row["global_step"], row[f"charts/{name}"]) for row in rows if row.get(f"charts/{name}") is not None
+    ]
     if not points:
         raise UserError(f"{folder} has no success rate yet")
     steps, rates = np.array(points).T
     world = re.sub(r"[^\w.-]+", "-", args["env"])  # as in the run's name
     label = folder.name.removeprefix(f"{world}-").removesuffix(f"-{args['seed']}")
-    parsed, agreement = 1 - last["charts/invalid_action_rate"], last.get("eval/thought_agreement")
-    return Curve(args["env"], label, args["seed"], steps, rates, parsed, agreement)
+    evaluations = [row[f"eval/{name}"] for row in rows if f"eval/{name}" in row] or [None]
+    return Curve(
+        args["env"],
+        label,
+        args["seed"],
+        steps,
+        rates,
+        before=evaluations[0],
+        after=evaluations[-1],
+        parsed=1 - last["charts/invalid_action_rate"],
+        agreement=last.get("eval/thought_agreement"),
+    )
 
 
-HEADER = """| world | run | seeds | success at the end | mean | steps to 0.8 | parsed | true thoughts |
-|---|---|---|---|---|---|---|---|"""
-
-
-def table_row(curves, start, end) -> str:
-    """Runs that differ in the seed, their figures side by side; the mean is that from `start` to `end`."""
-    grid = np.linspace(start, end, 1000)
-    cells = []
+def groups_of(curves) -> list[list[Curve]]:
+    """Curves that differ in the seed only, together, in the order of the first of them."""
+    groups = {}
     for curve in curves:
-        mean = np.interp(grid, curve.steps, curve.rates).mean()
-        solved = curve.steps[curve.rates >= 0.8]
-        first = f"{solved[0]:,.0f}" if len(solved) else "never"
-        agreement = "-" if curve.agreement is None else f"{curve.agreement:.2f}"
-        rates = f"{curve.rates[-1]:.2f}", f"{mean:.2f}"
-        cells.append([str(curve.seed), *rates, first, f"{curve.parsed:.3f}", agreement])
-    columns = [" / ".join(column) for column in zip(*cells, strict=True)]
-    return f"| {' | '.join([curves[0].world, curves[0].label, *columns])} |"
+        groups.setdefault((curve.world, curve.label), []).append(curve)
+    return list(groups.values())
+
+
+def table(folders) -> str:
+    """A row for every group of runs that differ in the seed, whose figures stand side by side."""
+    names = [
+        "world",
+        "run",
+        "seeds",
+        "before",
+        "after",
+        "last 100",
+        "mean",
+        "steps to 0.8",
+        "parsed",
+        "true thoughts",
+    ]
+    lines = [names, ["---"] * len(names)]
+    for group in groups_of([load_curve(Path(folder)) for folder in folders]):
+        start, end = max(curve.steps[0] for curve in group), min(curve.steps[-1] for curve in group)
+        cells = []
+        for curve in group:
+            mean = np.interp(np.linspace(start, end, 1000), curve.steps, curve.rates).mean()
+            solved = curve.steps[curve.rates >= 0.8]
+            first = f"{solved[0]:,.0f}" if len(solved) else "never"
+            rates = [curve.before, curve.after, curve.rates[-1], mean]
+            rates = ["-" if rate is None else f"{rate:.2f}" for rate in rates]
+            agreement = "-" if curve.agreement is None else f"{curve.agreement:.2f}"
+            cells.append([str(curve.seed), *rates, first, f"{curve.parsed:.3f}", agreement])
+        columns = [" / ".join(column) for column in zip(*cells, strict=True)]
+        lines.append([group[0].world, group[0].label, *columns])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def plot(paths, out):
-    """Learning curves: a panel per world, mean and range over seeds, results as dashed lines; and a table."""
+    """Learning curves: a panel per world, mean and range over seeds, results as dashed lines."""
     results = {path: load_result(path) for path in paths if path.endswith(".json")}
-    curves = [load_curve(Path(path)) for path in paths if not path.endswith(".json")]
-    if not curves:
+    groups = groups_of([load_curve(Path(path)) for path in paths if not path.endswith(".json")])
+    if not groups:
         raise UserError("plot needs the folder of a run")
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("plot needs matplotlib: pip install matplotlib") from None
 
-    worlds = sorted({curve.world for curve in curves})
-    figure = Figure(figsize=(5 * len(worlds), 3.4), layout="constrained")
-    axes = figure.subplots(1, len(worlds), squeeze=False)
-    names = [*dict.fromkeys(curve.label for curve in curves), *results]
-    color = {name: f"C{number}" for number, name in enumerate(names)}  # the same in every panel
-    print(HEADER)
-    for axis, world in zip(axes[0], worlds, strict=True):
-        here = [curve for curve in curves if curve.world == world]
-        start, end = max(curve.steps[0] for curve in here), min(curve.steps[-1] for curve in here)
-        steps = np.unique(np.concatenate([curve.steps for curve in here]))
+    worlds = list(dict.fromkeys(group[0].world for group in groups))
+    figure = Figure(figsize=(4.2 * len(worlds), 4), layout="constrained")
+    axes = dict(zip(worlds, figure.subplots(1, len(worlds), squeeze=False)[0], strict=True))
+    handles = {}  # one for each name, and so a colour for each
+    for group in groups:
+        axis, name = axes[group[0].world], f"{group[0].label} (mean and range of {len(group)})"
+        start, end = max(curve.steps[0] for curve in group), min(curve.steps[-1] for curve in group)
+        steps = np.unique(np.concatenate([curve.steps for curve in group]))
         steps = steps[(steps >= start) & (steps <= end)]  # those that all runs have reached
-        for label in dict.fromkeys(curve.label for curve in here):
-            same = [curve for curve in here if curve.label == label]
-            rates = np.array([np.interp(steps, curve.steps, curve.rates) for curve in same])  # (runs, steps)
-            axis.plot(steps, rates.mean(0), color=color[label], label=f"{label}, runs: {len(same)}")
-            axis.fill_between(steps, rates.min(0), rates.max(0), color=color[label], alpha=0.2, linewidth=0)
-            print(table_row(same, start, end))
-        for path, result in results.items():
-            if result["task"]["env"] == world:
-                _, rate = success_of(result)
-                axis.axhline(rate, linestyle="--", color=color[path], label=Path(path).stem)
+        rates = np.array([np.interp(steps, curve.steps, curve.rates) for curve in group])  # (runs, steps)
+        color = handles[name].get_color() if name in handles else f"C{len(handles)}"
+        (handles[name],) = axis.plot(steps, rates.mean(0), color=color, label=name)
+        axis.fill_between(steps, rates.min(0), rates.max(0), color=color, alpha=0.2, linewidth=0)
+    for path, result in results.items():
+        name = {"random": "random actions", "hint": "scripted player"}.get(result["player"], Path(path).stem)
+        axis, (_, rate) = axes[result["task"]["env"]], success_of(result)
+        color = handles[name].get_color() if name in handles else f"C{len(handles)}"
+        handles[name] = axis.axhline(rate, linestyle="--", color=color, label=name)
+    for world, axis in axes.items():
         axis.set(title=world, xlabel="environment steps", ylabel="success", ylim=(-0.02, 1.02))
-        axis.legend(fontsize="small")
-    figure.savefig(out, dpi=120)
+        axis.grid(alpha=0.3)
+    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=min(2, len(handles)))
+    figure.savefig(out, dpi=200)
     print(out)
 
 
@@ -347,7 +530,7 @@ def plot(paths, out):
 
 
 def options_of(command, folder, words):
-    """The options, and the run's folder if its policy is only in its checkpoint.
+    """The options, and the run's folder if its policy is to be read from its checkpoint.
 
     The command line's > those of the run, if there is one > vldac.py's.
     """
@@ -362,8 +545,10 @@ def options_of(command, folder, words):
         started_from = saved.adapter
         if command == "run" and (folder / "adapter").exists():
             saved.adapter = str(folder / "adapter")
+        if command == "page":  # the run's own evaluation, played again
+            saved.episodes = saved.eval_episodes or 20
         args = vldac.parse_args(words, Args, saved)
-        if command == "run" and args.adapter == started_from:
+        if command in ("run", "page") and args.adapter == started_from:
             if not (folder / "checkpoint.pt").exists():
                 raise UserError(f"{folder} has saved nothing yet: neither adapter/ nor checkpoint.pt")
             interrupted = folder
@@ -380,37 +565,53 @@ def options_of(command, folder, words):
 
 
 def report(command, folder, words):
-    """Play, write the result and the animations, and say it in a line."""
+    """Play, write the result or the page, and say it in a line."""
     args, interrupted = options_of(command, folder, words)
     vldac.check_world(args)
-    result, films = evaluate(command, args, interrupted)
+    films = {} if command == "page" else None
+    result = evaluate(command, args, interrupted, films)
     player = command
     if command == "model":
         player = "-".join(Path(name).name for name in (args.model, args.adapter) if name)
     name = "-".join(filter(None, [args.env, player, result["mode"], str(args.episodes)]))
     results = folder / "eval" if folder else Path("results")
-    out = Path(args.out) if args.out else results / (re.sub(r"[^\w.-]+", "-", name) + ".json")
+    out = results / (re.sub(r"[^\w.-]+", "-", name) + ".json")
+    if command == "page":
+        out = folder / "page.html"
+    out = Path(args.out or out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result) + "\n")
+    out.write_text(page(folder, result, films) if command == "page" else json.dumps(result) + "\n")
     invalid, tokens = result["summary"]["invalid_action_rate"], result["summary"]["response_tokens"]
     print(f"{describe(result)}, invalid {invalid:.3f}, {tokens:.1f} tokens per response -> {out}")
-    for seed, film in sorted(films.items()):
-        path = out.with_name(f"{out.stem}-{seed}.gif")
-        durations = [400] * (len(film) - 1) + [2500]  # milliseconds
-        film[0].save(path, save_all=True, append_images=film[1:], duration=durations, loop=0)
-        print(path)
+
+
+def film(folder, words):
+    """An animation of each episode as it was before training and as it is after."""
+    films = []
+    for command in ("start", "run"):
+        args, interrupted = options_of(command, folder, ["--episodes=1", *words])
+        vldac.check_world(args)
+        films.append({})
+        evaluate(command, args, interrupted, films[-1])
+    before, after = films
+    for seed in sorted(before):
+        animate(before[seed], after[seed], args.out or folder / f"film-{seed}.gif")
 
 
 def main(argv=None):
     words = sys.argv[1:] if argv is None else argv
     try:
         match words:
-            case ["run" | "start" as command, folder, *options]:
+            case ["film", folder, *options]:
+                film(Path(folder), options)
+            case ["run" | "start" | "page" as command, folder, *options]:
                 report(command, Path(folder), options)
             case ["model" | "random" | "hint" as command, *options]:
                 report(command, None, options)
             case ["compare", a, b]:
                 print(compare(a, b))
+            case ["table", *folders] if folders:
+                print(table(folders))
             case ["plot", *paths, "--out", out]:
                 plot(paths, out)
             case ["plot", *paths]:

@@ -1975,11 +1975,11 @@ def test_the_toy_learns(toy_run):
 
 def test_one_process_teaches_the_toy_and_the_run_keeps_it(toy_run, tmp_path, monkeypatch, capfd):
     folder, printed = toy_run
-    assert printed.count("round 1") == 1 and len(list((folder / "cache" / "vldac").iterdir())) == 1
+    assert printed.count("teaching a toy") == 1 and len(list((folder / "cache" / "vldac").iterdir())) == 1
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     sizes = ["--num_envs", 64, "--num_steps", 2, "--minibatch_size", 64, "--total_timesteps", 256]
     one, rows = start(tmp_path, "tiny", SIGNAL, *sizes, "--max_new_tokens", 40, "--eval_episodes", 2)
-    assert "round 1" not in capfd.readouterr().out  # from the cache, and no lesson
+    assert "teaching a toy" not in capfd.readouterr().out  # from the cache, and no lesson
     assert files(one / "base") == files(folder / "run" / "base")
     moved = one.rename(tmp_path / "moved")
     (moved / "checkpoint.pt").unlink()
@@ -2070,20 +2070,21 @@ def test_compare_is_paired_and_refuses_what_differs(tmp_path):
             evaluation.compare(tmp_path / "hint.json", tmp_path / "other.json")
 
 
-def test_an_animation_shows_every_step_and_the_outcome(tmp_path):
-    """The last picture says success in green or no success in red."""
-    words = ["hint", "--env", "NumberLine", "--episodes", 8, "--gif", 8, "--max_episode_steps", 2]
-    result = evaluated(tmp_path / "r.json", *words)
-    for episode in result["episodes"]:
-        with Image.open(tmp_path / f"r-{episode['seed']}.gif") as gif:
-            assert gif.n_frames == episode["length"] + 1 and gif.size == (640, 320)
-            gif.seek(gif.n_frames - 1)
-            red, green, _ = np.asarray(gif.convert("RGB"), int).transpose(2, 0, 1)
-        assert ((green > red + 60).any(), (red > green + 60).any()) == (
-            episode["success"],
-            not episode["success"],
-        )
-    assert 0 < result["summary"]["success_rate"] < 1
+def test_an_animation_shows_every_step_and_the_outcomes(toy_run, tmp_path):
+    """Before is on the left; success is written in green, no success in red."""
+    folder = shutil.copytree(toy_run[0] / "run", tmp_path / "run")
+    evaluation.main(["film", str(folder), "--episodes", "8"])
+    seen = set()
+    for seed in range(8):
+        with Image.open(folder / f"film-{seed}.gif") as gif:
+            assert gif.n_frames == 2 and gif.width == 860  # an episode is one step
+            gif.seek(1)
+            red, green, _ = np.asarray(gif.convert("RGB"), int)[-140:].transpose(2, 0, 1)
+        for half in (slice(0, 430), slice(430, 860)):
+            won, lost = green > red + 60, red > green + 60
+            assert won[:, half].any() != lost[:, half].any()
+        seen.add((won[:, :430].any(), won[:, 430:].any()))
+    assert (False, True) in seen and (True, False) not in seen
 
 
 def test_a_world_without_a_flag_has_positive_returns(tmp_path):
@@ -2094,30 +2095,68 @@ def test_a_world_without_a_flag_has_positive_returns(tmp_path):
     assert ": positive return 0." in evaluation.describe(result)
 
 
-def write_log(folder, env, key, rates):
+def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path):
+    """At a high temperature some responses fail to parse, and some episodes fail."""
+    folder, out = toy_run[0] / "run", tmp_path / "page.html"
+    words = ["--episodes", "40", "--temperature", "1.6", "--out", str(out)]
+    evaluation.main(["page", str(folder), *words])
+    page = out.read_text()
+    assert "http" not in page and page.count("<svg") >= 6  # it needs no other file
+    strips = page.split("<h3>")[1:]
+    outcomes = [
+        re.match(r"Seed (\d+): (success|failure), return (\S+), (\d+) steps", strip) for strip in strips
+    ]
+    names = [outcome[2] for outcome in outcomes]
+    assert set(names) == {"success", "failure"} and names == sorted(names) and len(names) <= 8
+    for strip, outcome in zip(strips, outcomes, strict=True):
+        rewards = [float(x) for x in re.findall(r"reward (\S+),", strip)]
+        assert len(rewards) == strip.count("data:image/png;base64,") == int(outcome[4])
+        assert sum(rewards) == pytest.approx(float(outcome[3]))
+    assert page.count('class="bad"') == page.count("(no admissible action)") > 0
+
+    args = vldac.load_args(folder)
+    policy, player = vldac.VLMPolicy(args), vldac.Player(args)
+    vldac.load_checkpoint(
+        shutil.copytree(folder, tmp_path / "copy"), policy, vldac.make_optimizer(policy, args), []
+    )
+    player.reset(int(outcomes[0][1]))
+    nothing = torch.zeros(1, 0, dtype=torch.long)
+    _, value = vldac.score(policy, [policy.encode(*player.prompt())], nothing, nothing)
+    assert re.search(r"V (\S+?)<", strips[0])[1] == f"{value.item():.2f}"
+
+
+def write_log(folder, env, name, rates):
     """A run's folder with these rates every ten steps, the first of them not there yet."""
     folder.mkdir()
     (folder / "args.json").write_text(json.dumps({"env": env, "seed": int(folder.name[-1])}))
-    rows = [{"global_step": 10, "charts/success_rate": None, "charts/invalid_action_rate": 0.25}]
+    rows = [{"global_step": 10, f"eval/{name}": rates[0] / 2, "charts/invalid_action_rate": 0.25}]
     for k, rate in enumerate(rates, 2):
-        rows.append({"global_step": 10 * k, key: rate, "charts/invalid_action_rate": 0.25})
+        rows.append({"global_step": 10 * k, f"charts/{name}": rate, "charts/invalid_action_rate": 0.25})
+    rows[-1] |= {f"eval/{name}": 0.9, "eval/thought_agreement": 0.5}
     (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-def test_learning_curves(tmp_path, capsys):
-    """Two seeds in a row of the table, by hand: 0.8 is reached at step 40 and 30; a world without a flag."""
+@pytest.fixture
+def logs(tmp_path):
+    write_log(tmp_path / "NumberLine-tiny-0", "NumberLine", "success_rate", [0.2, 0.6, 1.0])
+    write_log(tmp_path / "NumberLine-tiny-1", "NumberLine", "success_rate", [0.4, 0.8, 0.6])
+    write_log(tmp_path / "lake-Lake-v0-tiny-1", "lake:Lake-v0", "positive_return", [0.4, 0.8, 0.6])
+    return sorted(map(str, tmp_path.iterdir()))
+
+
+def test_a_table_of_runs(logs, capsys):
+    """Two seeds in a row, by hand: 0.8 is reached at step 40 and 30; a world without a flag."""
+    evaluation.main(["table", *logs])
+    line, lake = capsys.readouterr().out.splitlines()[2:]
+    rates = "0.10 / 0.20 | 0.90 / 0.90 | 1.00 / 0.60 | 0.60 / 0.65 | 40 / 30 | 0.750 / 0.750 | 0.50 / 0.50"
+    assert line == f"| NumberLine | tiny | 0 / 1 | {rates} |"
+    assert lake == "| lake:Lake-v0 | tiny | 1 | 0.20 | 0.90 | 0.60 | 0.65 | 30 | 0.750 | 0.50 |"
+
+
+def test_learning_curves(logs, tmp_path):
     pytest.importorskip("matplotlib", reason="plots need: pip install matplotlib")
-    write_log(tmp_path / "NumberLine-tiny-0", "NumberLine", "charts/success_rate", [0.2, 0.6, 1.0])
-    write_log(tmp_path / "NumberLine-tiny-1", "NumberLine", "charts/success_rate", [0.4, 0.8, 0.6])
-    write_log(tmp_path / "lake-Lake-v0-tiny-1", "lake:Lake-v0", "charts/positive_return", [0.4, 0.8, 0.6])
     evaluated(tmp_path / "hint.json", "hint", "--env", "NumberLine", "--episodes", 2)
-    paths = sorted(map(str, tmp_path.iterdir()))
-    evaluation.main(["plot", *paths, "--out", str(tmp_path / "c.png")])
-    rows = capsys.readouterr().out.splitlines()
-    assert (
-        "| NumberLine | tiny | 0 / 1 | 1.00 / 0.60 | 0.60 / 0.65 | 40 / 30 | 0.750 / 0.750 | - / - |" in rows
-    )
-    assert "| lake:Lake-v0 | tiny | 1 | 0.60 | 0.65 | 30 | 0.750 | - |" in rows
+    evaluation.main(["plot", *logs, str(tmp_path / "hint.json"), "--out", str(tmp_path / "c.png")])
     with Image.open(tmp_path / "c.png") as picture:
         assert picture.width > 300
 
@@ -2131,6 +2170,8 @@ WRONG_EVALUATIONS = {
     "compare missing.json missing.json": "missing.json is not a result",
     "compare other.json other.json": "it was not written by eval.py",
     "plot empty": "empty is not the folder of a run",
+    "table empty": "empty is not the folder of a run",
+    "page empty": "empty is not the folder of a run",
     "plot": "plot needs the folder of a run",
     "": "python eval.py run runs/NAME",  # the usage
     "compare a.json": "python eval.py run runs/NAME",

@@ -66,6 +66,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 
 import envs
 
+warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT uses a deprecated name
+
 
 @dataclass
 class Args:
@@ -517,6 +519,23 @@ def say(text):
     """Print a line, above the progress bar; one process speaks."""
     if RANK == 0:
         tqdm.write(text)
+        sys.stdout.flush()
+
+
+class Progress(tqdm):
+    """How far something is, and how long it will take; where no terminal is, a line every ten seconds."""
+
+    def __init__(self, what, total):
+        interval = 0.1 if sys.stderr.isatty() else 10
+        words = "{desc}: {n_fmt} of {total_fmt}, {elapsed} passed, {remaining} left"
+        options = {"mininterval": interval, "bar_format": words, "leave": False, "disable": RANK > 0}
+        super().__init__(desc=what, total=total, **options)
+
+    @staticmethod
+    def status_printer(file):
+        if file.isatty():
+            return tqdm.status_printer(file)
+        return lambda line: line and print(line, file=file, flush=True)
 
 
 def average_gradients(policy):
@@ -887,7 +906,6 @@ def train(args: Args, folder: Path):
 
         due = u in (0, num_updates) or (args.eval_every and u % args.eval_every == 0)
         if args.eval_episodes and due:
-            say(f"evaluating on {args.eval_episodes} fixed seeds")
             result = summary(evaluate(policy, eval_players, range(args.eval_episodes)))
             row |= {f"eval/{name}": x for name, x in result.items()}
             success = result.get("success_rate", result["episodic_return"])
@@ -909,6 +927,7 @@ def evaluate(policy, players, seeds, act=act) -> list[dict]:
     waiting = list(seeds)[RANK::WORLD_SIZE]  # the processes share the seeds
     idle, playing = list(players), []
     counts, episodes = {}, []
+    bar = Progress(f"evaluating on {len(seeds)} fixed seeds", len(waiting))
     while waiting or playing:
         while waiting and idle:
             player = idle.pop()
@@ -928,6 +947,8 @@ def evaluate(policy, players, seeds, act=act) -> list[dict]:
                 episodes.append(player.result() | count)
                 playing.remove(player)
                 idle.append(player)
+                bar.update()
+    bar.close()
     return sorted(gather(episodes), key=lambda episode: episode["seed"])
 
 
@@ -1265,7 +1286,6 @@ def check_world(args: Args):
 
 def main(argv=None):
     args, folder = parse_args(argv), None
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT uses a deprecated name
     try:
         check_world(args)
         if RANK == 0:
@@ -1282,6 +1302,7 @@ def main(argv=None):
         say(f"to go on after any stop: {PROGRAM} --resume {folder}")
         say("success and return are shown once every player has ended an episode from its start")
         train(args, folder)
+        say(f"to look at it: python eval.py page {folder}")
         if WORLD_SIZE > 1:
             dist.destroy_process_group()
     except envs.UserError as error:

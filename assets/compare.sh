@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Every training run behind the tables and figures, two at a time, on two cores:  bash assets/compare.sh
+# A run that is finished is skipped, so this can be stopped at any time and started again.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export OMP_NUM_THREADS=1
+
+run() { # NAME PROGRAM OPTIONS...: into runs/compare/NAME, and its log without samples into assets/logs/NAME
+  local name=$1 program=$2
+  shift 2
+  if [ -e "assets/logs/$name/log.jsonl" ]; then return; fi
+  rm -rf "runs/compare/$name"
+  mkdir -p runs/compare
+  echo "$(date +%H:%M) $name"
+  if ! python "$program" --runs_dir runs/compare --run_name "$name" "$@" > "runs/compare/$name.txt" 2>&1; then
+    echo "$name failed: see runs/compare/$name.txt"
+    return
+  fi
+  python - "runs/compare/$name" "assets/logs/$name" << 'THIN'
+import json, sys
+from pathlib import Path
+
+run, log = Path(sys.argv[1]), Path(sys.argv[2])
+log.mkdir(parents=True)
+(log / "args.json").write_text((run / "args.json").read_text())
+with open(log / "log.jsonl", "w") as file:
+    for line in (run / "log.jsonl").read_text().splitlines():
+        row = {key: x for key, x in json.loads(line).items() if key not in ("samples", "episodes")}
+        row = {key: round(x, 5) if isinstance(x, float) else x for key, x in row.items()}
+        print(json.dumps(row), file=file)
+THIN
+}
+export -f run
+
+runs() { # a line each: NAME PROGRAM OPTIONS...
+  # The results: VL-DAC as it comes.
+  for world in OneRoom Hallway NumberLine EZPoints; do
+    for seed in 0 1 2; do echo "$world-VL-DAC-$seed vldac.py --env $world --seed $seed"; done
+  done
+  # Which KL, and LOOP.
+  for seed in 0 1 2; do
+    echo "OneRoom-VL-DAC-KL-to-sampling-policy-$seed vldac.py --env OneRoom --seed $seed --kl_ref old"
+    echo "OneRoom-VL-DAC-no-KL-$seed vldac.py --env OneRoom --seed $seed --kl_coef 0"
+  done
+  for seed in 0 1 2; do echo "OneRoom-LOOP-$seed assets/loop.py --env OneRoom --seed $seed"; done
+  # The two harder rooms of the paper's Figure 3.
+  for world in FourRooms WallGap; do
+    for seed in 0 1 2; do echo "$world-VL-DAC-$seed vldac.py --env $world --seed $seed"; done
+  done
+  # RL4VLM.
+  for world in OneRoom Hallway EZPoints; do
+    for seed in 0 1 2; do
+      echo "$world-RL4VLM-0.5-$seed vldac.py --env $world --seed $seed --algo rl4vlm --thought_coef 0.5"
+    done
+  done
+  for seed in 0 1 2; do
+    echo "OneRoom-RL4VLM-0.2-$seed vldac.py --seed $seed --algo rl4vlm --thought_coef 0.2"
+    echo "OneRoom-RL4VLM-1.0-$seed vldac.py --seed $seed --algo rl4vlm --thought_coef 1.0"
+  done
+  # The paper's Figure 4: RL4VLM with VL-DAC's ingredients, one more each.
+  for seed in 0 1 2; do
+    local rl4vlm="vldac.py --seed $seed --algo rl4vlm --thought_coef 0.3"
+    echo "OneRoom-RL4VLM-0.3-bare-$seed $rl4vlm --stop_grad false --value_warmup 0 --kl_coef 0"
+    echo "OneRoom-RL4VLM-0.3-KL-$seed $rl4vlm --stop_grad false --value_warmup 0"
+    echo "OneRoom-RL4VLM-0.3-KL-warmup-$seed $rl4vlm --stop_grad false"
+    echo "OneRoom-RL4VLM-0.3-KL-warmup-stopgrad-$seed $rl4vlm"
+  done
+}
+
+runs | xargs -P 2 -L 1 bash -c 'run "$@"' run
