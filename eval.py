@@ -130,7 +130,7 @@ class Moment:
 class Film:
     """A recorded episode."""
 
-    moments: list[Moment] = dataclasses.field(default_factory=list)
+    moments: list[Moment]
     last_frame: np.ndarray | None = None
     result: dict | None = None
 
@@ -153,7 +153,7 @@ def recorded(act, films):
         no_response = torch.zeros(len(players), 0, dtype=torch.long, device=policy.args.device)
         _, values = vldac.score(policy, [step.prompt for step in steps], no_response, no_response)
         for player, frame, step, value in zip(players, frames, steps, values.tolist(), strict=True):
-            film = films.setdefault(player.seed, Film())
+            film = films.setdefault(player.seed, Film([]))
             thought = thought_of(step.response)
             film.moments.append(Moment(frame, thought, step.action, step.response, step.reward, value))
             if step.done:
@@ -171,22 +171,20 @@ def panel(title, film, k):
     ended = k >= len(film.moments)
     frame = film.last_frame if ended else film.moments[k].frame
     height = round(420 * frame.shape[0] / frame.shape[1])
-    canvas = Image.new("RGB", (430, height + 190), "white")
-    canvas.paste(Image.fromarray(frame).resize((420, height), Image.Resampling.NEAREST), (5, 40))
-    number = len(film.moments) if ended else k + 1
-    paragraphs = [(f"{title}, step {number}", "black", 5)]
-    if ended and film.result["flagged"]:
-        outcome = ("success", "green") if film.result["success"] else ("no success", "red")
-        paragraphs.append((*outcome, height + 45))
-    elif ended:
-        paragraphs.append((f"return {film.result['return']:.2f}", "black", height + 45))
-    else:
+    if not ended:
         moment = film.moments[k]
+        thought = textwrap.wrap(moment.thought, 32)[:2]
         action = (moment.action, "blue") if moment.action else ("(no admissible action)", "red")
-        thought = "\n".join(textwrap.wrap(moment.thought, 32)[:3])
-        paragraphs += [(thought, "black", height + 45), (*action, height + 150)]
+    else:
+        thought = [f"return {film.result['return']:.2f}"]
+        action = ("success", "green") if film.result["success"] else ("no success", "red")
+        action = action if film.result["flagged"] else ("", "black")
+    canvas = Image.new("RGB", (430, height + 155), "white")
+    canvas.paste(Image.fromarray(frame).resize((420, height), Image.Resampling.NEAREST), (5, 40))
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(size=26)
-    for text, color, y in paragraphs:
+    number = len(film.moments) if ended else k + 1
+    lines = [(f"{title}, step {number}", "black", 5), ("\n".join(thought), "black", height + 45)]
+    for text, color, y in [*lines, (*action, height + 115)]:
         text = text.encode("ascii", "replace").decode()  # the font has no other letters
         draw.text((8, y), text, color, font=font)
     return canvas
@@ -194,15 +192,15 @@ def panel(title, film, k):
 
 def animate(before, after, path):
     """Two episodes of a seed, side by side, until the second has ended; then how both ended."""
+    steps = np.linspace(0, len(after.moments) - 1, min(24, len(after.moments))).round().astype(int)
     pictures = []
-    for k in [*range(len(after.moments)), math.inf]:
+    for k in [*steps, math.inf]:
         left, right = panel("before", before, k), panel("after", after, k)
         picture = Image.new("RGB", (left.width + right.width, left.height), "white")
         picture.paste(left, (0, 0))
         picture.paste(right, (left.width, 0))
         pictures.append(picture)
-    step = min(400, 9000 // len(after.moments))  # milliseconds
-    durations = [step] * len(after.moments) + [2500]
+    durations = [400] * len(steps) + [2400]  # milliseconds
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=durations, loop=0)
     print(path)
 
@@ -222,8 +220,6 @@ def scripted(command, args):
                 # A function of the seed, so that it does not matter what plays beside it.
                 rng = random.Random(f"{player.seed} {len(player.actions)}")
                 action = rng.choice(player.info["actions"])
-            if action is None:
-                raise UserError(f"{args.env} gives no hint")
             response = json.dumps({"thoughts": f"({command})", "action": action})
             reward, done = player.step(action)
             empty = torch.zeros(0)
@@ -260,6 +256,8 @@ def evaluate(command, args, interrupted=None, films=None):
         print(f"weights: {weights or 'the model itself'}")
     players = [vldac.Player(args) for _ in range(min(args.episodes, args.num_envs))]
     players[0].reset(0)
+    if command == "hint" and players[0].describe("hint") is None:
+        raise UserError(f"{args.env} gives no hint")
     args.max_episode_steps = players[0].info["left"]  # the limit that holds, also if none was given
     if films is not None:
         act = recorded(act, films)
@@ -293,18 +291,17 @@ figure {{ margin: 0 }}  .strip figure {{ flex: 0 0 190px; border: 1px solid #888
 .bad {{ border-color: #d33 !important; background: #d332 }}  b {{ color: #37d }}  .bad b {{ color: #d33 }}
 </style><h1>{title}</h1><p><small>{options}</small></p>
 <h2>Training</h2><div class="charts">{charts}</div>
-<h2>Evaluations on fixed seeds</h2><div class="table"><table>{evaluations}</table></div>
-<h2>Episodes</h2><p>{played}</p>{strips}"""
+<h2>Evaluations on {count} fixed seeds</h2><div class="table"><table>{evaluations}</table></div>
+<h2>Episodes, failures first</h2><p>{played}. V is the critic's value.</p>{strips}"""
 
 CHARTS = {
-    "success_rate": "success, of the last 100 episodes",
-    "positive_return": "episodes with a positive return, of the last 100",
-    "episodic_return": "return, mean of the last 100 episodes",
-    "episodic_length": "steps of an episode, mean of the last 100",
-    "invalid_action_rate": "responses that name no admissible action",
-    "kl_base": "KL to the model before training, nats per token",
-    "entropy": "entropy, nats per token",
-    "explained_variance": "explained variance of the critic",
+    "charts/success_rate": "success, last 100 episodes",
+    "charts/positive_return": "positive return, last 100 episodes",
+    "charts/episodic_return": "return, last 100 episodes",
+    "charts/invalid_action_rate": "responses without admissible action",
+    "losses/kl_base": "KL to the model before training, nats per token",
+    "losses/entropy": "entropy, nats per token",
+    "losses/explained_variance": "explained variance of the critic",
 }
 
 
@@ -329,20 +326,17 @@ def strip(seed, film) -> str:
     for number, moment in enumerate(film.moments):
         png = io.BytesIO()
         Image.fromarray(moment.frame).save(png, "png")
-        picture = base64.b64encode(png.getvalue()).decode()
-        thought, action = html.escape(moment.thought), html.escape(moment.action or "")
-        kind = ""
-        if moment.action is None:
-            kind, thought, action = ' class="bad"', html.escape(moment.response), "(no admissible action)"
+        source = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+        kind, thought, action = "", moment.thought, moment.action
+        if action is None:
+            kind, thought, action = "bad", moment.response, "(no admissible action)"
         cards.append(
-            f'<figure{kind}><img alt="step {number + 1}" src="data:image/png;base64,{picture}">'
-            f"<small>{thought}</small><br><b>{action}</b><br>"
+            f'<figure class="{kind}"><img alt="" src="{source}"><small>{html.escape(thought)}</small><br>'
+            f"<b>{html.escape(action)}</b><br>"
             f"<small>step {number + 1}, reward {moment.reward:.2f}, V {moment.value:.2f}</small></figure>"
         )
     result = film.result
-    outcome = "success" if result["success"] else "failure"
-    if not result["flagged"]:
-        outcome = "the world tells no success"
+    outcome = ("success" if result["success"] else "failure") if result["flagged"] else "no success flag"
     heading = f"Seed {seed}: {outcome}, return {result['return']:.2f}, {result['length']} steps"
     return f'<h3>{heading}</h3><div class="strip">{"".join(cards)}</div>'
 
@@ -350,29 +344,25 @@ def strip(seed, film) -> str:
 def page(folder, result, films) -> str:
     """One self-contained page about a run: options, curves, evaluations, and episodes, failures first."""
     rows, options = load_log(folder)
-    charts = []
-    for name, title in CHARTS.items():
-        for key in (f"charts/{name}", f"losses/{name}"):
-            points = [(row["global_step"], row[key]) for row in rows if row.get(key) is not None]
-            if points:
-                charts.append(chart(title, points))
-
-    evaluations = []
+    charts, evaluations = [], []
+    for key, title in CHARTS.items():
+        points = [(row["global_step"], row[key]) for row in rows if row.get(key) is not None]
+        if points:
+            charts.append(chart(title, points))
     for row in rows:
         cells = [f"{key[5:].replace('_', ' ')} {x:.3g}" for key, x in row.items() if key.startswith("eval/")]
         if cells:
-            cells = [f"after {row['global_step']:,} steps, {options['eval_episodes']} episodes", *cells]
-            evaluations.append("<tr><td>" + "<td>".join(cells))
-
-    failures = [seed for seed, film in sorted(films.items()) if not film.result["success"]]
-    successes = [seed for seed, film in sorted(films.items()) if film.result["success"]]
+            evaluations.append(f"<tr><td>after {row['global_step']:,} steps<td>" + "<td>".join(cells))
+    won = [seed for seed, film in sorted(films.items()) if film.result["success"]]
+    lost = [seed for seed in sorted(films) if seed not in won]
     return PAGE.format(
         title=html.escape(folder.resolve().name),
         options=html.escape(", ".join(f"{name} {x}" for name, x in options.items() if x is not None)),
         charts="".join(charts),
-        evaluations="".join(evaluations) or "<tr><td>none",
-        played=html.escape(describe(result) + f", weights: {result['weights']}."),
-        strips="".join(strip(seed, films[seed]) for seed in failures[:5] + successes[:3]),
+        count=options["eval_episodes"],
+        evaluations="".join(evaluations),
+        played=html.escape(f"{describe(result)}; weights: {result['weights']}"),
+        strips="".join(strip(seed, films[seed]) for seed in lost[:5] + won[:3]),
     )
 
 
@@ -569,7 +559,7 @@ def report(command, folder, words):
     args, interrupted = options_of(command, folder, words)
     vldac.check_world(args)
     films = {} if command == "page" else None
-    result = evaluate(command, args, interrupted, films)
+    result = evaluate("run" if command == "page" else command, args, interrupted, films)
     player = command
     if command == "model":
         player = "-".join(Path(name).name for name in (args.model, args.adapter) if name)

@@ -2221,12 +2221,23 @@ def test_the_readme_s_program_acts(tmp_path, model, monkeypatch, capsys):
 
 
 def test_the_readme_names_every_option_and_deviation():
-    """Options and functions it names exist; its deviations are those of vldac.py, number by number."""
-    numbers = re.findall(r"# Deviation (\d+):", (ROOT / "vldac.py").read_text())
+    """Options and functions it names exist; its deviations link to their lines in vldac.py, by number."""
+    lines = (ROOT / "vldac.py").read_text().splitlines()
+    numbers = re.findall(r"# Deviation (\d+):", "\n".join(lines))
     assert numbers == [str(k) for k in range(1, len(numbers) + 1)]
-    assert re.findall(r"^(\d+)\. \*\*", README, re.M) == numbers
+    links = re.findall(r"^(\d+)\. \[.*\]\(vldac\.py#L(\d+)\)", README, re.M)
+    assert [number for number, _ in links] == numbers
+    for number, line in links:
+        assert f"# Deviation {number}:" in lines[int(line) - 1]
     options = [*dataclasses.fields(loop.Args), *dataclasses.fields(evaluation.Args)]
     known = {option.name for option in options} | {"help"}
     assert known.issuperset(re.findall(r"`--(\w+)", README))
     for name in re.findall(r"`vldac\.(?!py)(\w+)", README):
         assert hasattr(vldac, name)
+
+
+@pytest.mark.parametrize("readme, runs", {"README.md": "*-VL-DAC-?", "assets/README.md": "*"}.items())
+def test_the_tables_of_results_are_those_of_the_logs(readme, runs):
+    folders = sorted((ROOT / "assets" / "logs").glob(runs))
+    (table,) = re.findall("<!-- results -->\n(.*?)\n<!-- end -->", (ROOT / readme).read_text("utf-8"), re.S)
+    assert table == evaluation.table(folders)

@@ -137,7 +137,7 @@ TOY = {
     "max_new_tokens": 40,
     "micro_batch_size": 64,
     "value_warmup": 4,  # 4 x 32 steps: the critic has seen MiniWorld's time-outs before the policy moves
-    "learning_rate": 1e-3,
+    "learning_rate": 2e-3,
     "final_learning_rate": 2e-5,
     "value_hidden": [256, 256],
     "eval_episodes": 50,
