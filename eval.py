@@ -12,8 +12,9 @@
     python eval.py plot runs/A runs/B random.json      learning curves, results as dashed lines
 
 All but the last three play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
-trains, and write to --out FILE; `page` plays as many as the run's own evaluations, `film` one. --mode greedy
-takes the likeliest tokens. Options of vldac.py win over those of the run. --out FILE comes last for plot.
+trains, and write to --out FILE. `page` plays as many as the run's own evaluations (20 if it had none), and
+`film` one. --mode greedy takes the likeliest tokens. Options given here win over those of the run. For plot,
+--out FILE comes last.
 """
 
 import base64
@@ -40,10 +41,10 @@ from envs import UserError
 
 @dataclass
 class Args(vldac.Args):
-    """The options of an evaluation: those of vldac.py, and"""
+    """The options of vldac.py, and three of an evaluation."""
 
-    episodes: int = 200
-    mode: Literal["sampled", "greedy"] = "sampled"
+    episodes: int = 200  # on seeds 0, 1, 2, ...
+    mode: Literal["sampled", "greedy"] = "sampled"  # greedy: the likeliest tokens
     out: str | None = None  # file of the result
 
 
@@ -84,8 +85,8 @@ def summarize(episodes) -> dict:
     return result | {"interval": wilson(successes, len(episodes)), "response_tokens": tokens / steps}
 
 
-def success_of(result):
-    """The name of a result's rate and its value: a world without a success flag has positive returns only."""
+def rate_of(result):
+    """The name of a result's rate, and the rate: in a world without a flag, that of positive returns."""
     summary = result["summary"]
     name = "success_rate" if "success_rate" in summary else "positive_return"
     return name.removesuffix("_rate").replace("_", " "), summary[name]
@@ -100,10 +101,10 @@ def describe(result) -> str:
     >>> describe(result | {"summary": summarize(episodes)})
     'OneRoom, start, greedy, 2 episodes: success 1.000 (0.342-1.000), return 1.000, length 4.0'
     """
-    summary, mode = result["summary"], result["mode"]
-    name, rate = success_of(result)
+    summary = result["summary"]
+    name, rate = rate_of(result)
     low, high = summary["interval"]
-    player = ", ".join(filter(None, [result["player"], mode]))
+    player = ", ".join(filter(None, [result["player"], result["mode"]]))
     return (
         f"{result['task']['env']}, {player}, {len(result['episodes'])} episodes: "
         f"{name} {rate:.3f} ({low:.3f}-{high:.3f}), "
@@ -118,7 +119,7 @@ def describe(result) -> str:
 class Moment:
     """A step of a recorded episode."""
 
-    frame: np.ndarray  # (height, width, 3), what was seen
+    png: bytes  # what was seen
     thought: str
     action: str | None
     response: str
@@ -127,25 +128,38 @@ class Moment:
 
 
 @dataclass
-class Film:
-    """A recorded episode."""
+class Recording:
+    """An episode."""
 
     moments: list[Moment]
-    last_frame: np.ndarray | None = None
+    last_png: bytes = b""
     result: dict | None = None
+
+    def outcome(self):
+        """In words, and a colour."""
+        if not self.result["flagged"]:
+            return "no success flag", "gray"
+        return ("success", "green") if self.result["success"] else ("failure", "red")
 
 
 def thought_of(response) -> str:
     """What a response says before its action.
 
-    >>> thought_of('{"thoughts": "it is close", "action": "move forward"}')
+    >>> thought_of('{"thoughts": "it is close",\\n "action": "move forward"}')
     'it is close'
     """
-    return response.split('"thoughts"')[-1].split('", "action"')[0].strip(' :{"')
+    return vldac.ACTION_KEY.split(response)[0].split('"thoughts"')[-1].strip(' \n:{}",')
 
 
-def recorded(act, films):
-    """The same as `act`; it also adds to `films`, by seed, what is played."""
+def png(frame) -> bytes:
+    """A frame as a file."""
+    file = io.BytesIO()
+    Image.fromarray(frame).save(file, "png")
+    return file.getvalue()
+
+
+def recorded(act, recordings):
+    """The same as `act`; it also adds to `recordings`, by seed, what is played."""
 
     def recording_act(policy, players):
         frames = [player.observations[-1]["image"] for player in players]
@@ -153,11 +167,13 @@ def recorded(act, films):
         no_response = torch.zeros(len(players), 0, dtype=torch.long, device=policy.args.device)
         _, values = vldac.score(policy, [step.prompt for step in steps], no_response, no_response)
         for player, frame, step, value in zip(players, frames, steps, values.tolist(), strict=True):
-            film = films.setdefault(player.seed, Film([]))
+            recording = recordings.setdefault(player.seed, Recording([]))
             thought = thought_of(step.response)
-            film.moments.append(Moment(frame, thought, step.action, step.response, step.reward, value))
+            moment = Moment(png(frame), thought, step.action, step.response, step.reward, value)
+            recording.moments.append(moment)
             if step.done:
-                film.last_frame, film.result = player.observations[-1]["image"], player.result()
+                recording.last_png = png(player.observations[-1]["image"])
+                recording.result = player.result()
         return steps
 
     return recording_act
@@ -166,35 +182,39 @@ def recorded(act, films):
 # ------------------------------------------------------------------------------------------- the animation
 
 
-def panel(title, film, k):
+def panel(title, recording, k):
     """Step k of an episode, or how it ended: a frame, and under it what was thought and done."""
-    ended = k >= len(film.moments)
-    frame = film.last_frame if ended else film.moments[k].frame
-    height = round(420 * frame.shape[0] / frame.shape[1])
-    if not ended:
-        moment = film.moments[k]
-        thought = textwrap.wrap(moment.thought, 32)[:2]
-        action = (moment.action, "blue") if moment.action else ("(no admissible action)", "red")
+    number = min(k + 1, len(recording.moments))
+    if k < len(recording.moments):
+        moment = recording.moments[k]
+        frame, thought = moment.png, moment.thought
+        action, color = moment.action or "(no admissible action)", "blue" if moment.action else "red"
     else:
-        thought = [f"return {film.result['return']:.2f}"]
-        action = ("success", "green") if film.result["success"] else ("no success", "red")
-        action = action if film.result["flagged"] else ("", "black")
-    canvas = Image.new("RGB", (430, height + 155), "white")
-    canvas.paste(Image.fromarray(frame).resize((420, height), Image.Resampling.NEAREST), (5, 40))
+        frame, thought = recording.last_png, f"return {recording.result['return']:.2f}"
+        action, color = recording.outcome()
+    image = Image.open(io.BytesIO(frame))
+    height = round(420 * image.height / image.width)
+    canvas = Image.new("RGB", (430, height + 175), "white")
+    canvas.paste(image.resize((420, height), Image.Resampling.BOX), (5, 40))
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(size=26)
-    number = len(film.moments) if ended else k + 1
-    lines = [(f"{title}, step {number}", "black", 5), ("\n".join(thought), "black", height + 45)]
-    for text, color, y in [*lines, (*action, height + 115)]:
-        text = text.encode("ascii", "replace").decode()  # the font has no other letters
+
+    def write(y, text, color):
+        lines = textwrap.wrap(text, 30)[:2]
+        text = "\n".join(lines).encode("ascii", "replace").decode()  # the font has no other letters
         draw.text((8, y), text, color, font=font)
+
+    write(5, f"{title}, step {number}", "black")
+    write(height + 45, thought, "black")
+    write(height + 110, action, color)
     return canvas
 
 
 def animate(before, after, path):
     """Two episodes of a seed, side by side, until the second has ended; then how both ended."""
-    steps = np.linspace(0, len(after.moments) - 1, min(24, len(after.moments))).round().astype(int)
+    length = len(after.moments)
+    steps = np.linspace(0, length - 1, min(24, length)).round().astype(int)  # at most 24 of them
     pictures = []
-    for k in [*steps, math.inf]:
+    for k in [*steps, 10**9]:
         left, right = panel("before", before, k), panel("after", after, k)
         picture = Image.new("RGB", (left.width + right.width, left.height), "white")
         picture.paste(left, (0, 0))
@@ -208,7 +228,7 @@ def animate(before, after, path):
 # --------------------------------------------------------------------------------------------- the players
 
 
-def scripted(command, args):
+def scripted(command):
     """A step like `vldac.act`, for a player without a model: random actions, or the world's hints."""
 
     def act(_, players):
@@ -220,21 +240,20 @@ def scripted(command, args):
                 # A function of the seed, so that it does not matter what plays beside it.
                 rng = random.Random(f"{player.seed} {len(player.actions)}")
                 action = rng.choice(player.info["actions"])
-            response = json.dumps({"thoughts": f"({command})", "action": action})
             reward, done = player.step(action)
             empty = torch.zeros(0)
-            steps.append(vldac.Step("", {}, empty, empty, response, action, reward, done))
+            steps.append(vldac.Step("", {}, empty, empty, "", action, reward, done))
         return steps
 
     return act
 
 
-def load_policy(args, interrupted):
-    """The policy, and where its weights are from; `interrupted` is a run's folder or None."""
+def load_policy(args, checkpoint=None):
+    """The policy, and where its weights are from: a run's checkpoint, an adapter, or the model itself."""
     policy = vldac.VLMPolicy(args)
-    if not interrupted:
+    if not checkpoint:
         return policy, args.adapter
-    state = torch.load(interrupted / "checkpoint.pt", map_location="cpu", weights_only=True)
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True)
     policy.load_state_dict(state["weights"], strict=False)  # they are not all: the rest is the base model
     return policy, f"checkpoint.pt, update {state['update']}"
 
@@ -243,27 +262,30 @@ def load_policy(args, interrupted):
 TASK = ("env", "split", "max_episode_steps", "invalid_reward")
 
 
-def evaluate(command, args, interrupted=None, films=None):
-    """Play the episodes, and add them to `films` if there are any. Returns the result."""
+def evaluate(command, args, checkpoint=None, recordings=None):
+    """Play the episodes, and record them in `recordings`, if it is given. Returns the result."""
+    if args.episodes < 1:
+        raise UserError("--episodes must be at least 1")
+    vldac.check_world(args)
+    result = {"player": command, "mode": None, "model": None, "weights": None, "seed": args.seed}
     if command in ("random", "hint"):
-        act = scripted(command, args)
-        policy = weights = mode = model = None
+        act, policy = scripted(command), None
     else:
-        act, mode, model = vldac.act, args.mode, args.model
-        policy, weights = load_policy(args, interrupted)
-        if mode == "greedy":  # the others are the defaults, at which transformers does not warn
-            policy.vlm.generation_config.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
+        act = vldac.act
+        policy, weights = load_policy(args, checkpoint)
         print(f"weights: {weights or 'the model itself'}")
+        result |= {"mode": args.mode, "model": args.model, "weights": weights}
+        if args.mode == "greedy":  # the others are the defaults, at which transformers does not warn
+            policy.vlm.generation_config.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
+    if recordings is not None:
+        act = recorded(act, recordings)
     players = [vldac.Player(args) for _ in range(min(args.episodes, args.num_envs))]
     players[0].reset(0)
     if command == "hint" and players[0].describe("hint") is None:
         raise UserError(f"{args.env} gives no hint")
-    args.max_episode_steps = players[0].info["left"]  # the limit that holds, also if none was given
-    if films is not None:
-        act = recorded(act, films)
+    result["task"] = {name: getattr(args, name) for name in TASK}
+    result["task"]["max_episode_steps"] = players[0].info["left"]  # the limit that holds
     episodes = vldac.evaluate(policy, players, range(args.episodes), act)
-    result = {"player": command, "mode": mode, "model": model, "weights": weights, "seed": args.seed}
-    result |= {"task": {name: getattr(args, name) for name in TASK}}
     return result | {"summary": summarize(episodes), "episodes": episodes}
 
 
@@ -283,16 +305,17 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</t
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
 :root {{ color-scheme: light dark; font: 15px/1.45 system-ui, sans-serif }}
 body {{ max-width: 1200px; margin: 0 auto; padding: 1rem }}
-code, small {{ overflow-wrap: anywhere }}  td, th {{ padding: .1rem .8rem .1rem 0; text-align: left }}
+small {{ overflow-wrap: anywhere }}  td {{ padding: .1rem .8rem .1rem 0 }}
 .charts {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(260px, 1fr)); gap: 1rem }}
 .table, .strip {{ overflow-x: auto }}  .strip {{ display: flex; gap: .5rem; padding-bottom: .5rem }}
 figure {{ margin: 0 }}  .strip figure {{ flex: 0 0 190px; border: 1px solid #8888; padding: .4rem }}
-.strip img {{ width: 100%; image-rendering: pixelated }}  svg {{ width: 100% }}
+.strip img {{ width: 100%; image-rendering: pixelated }} svg {{ width: 100% }}
 .bad {{ border-color: #d33 !important; background: #d332 }}  b {{ color: #37d }}  .bad b {{ color: #d33 }}
 </style><h1>{title}</h1><p><small>{options}</small></p>
 <h2>Training</h2><div class="charts">{charts}</div>
-<h2>Evaluations on {count} fixed seeds</h2><div class="table"><table>{evaluations}</table></div>
-<h2>Episodes, failures first</h2><p>{played}. V is the critic's value.</p>{strips}"""
+<h2>Evaluations on fixed seeds</h2><div class="table"><table>{evaluations}</table></div>
+<h2>Episodes</h2><p>{played}. Below: the first 5 failures and 3 successes; V is the critic's value.</p>
+{strips}"""
 
 CHARTS = {
     "charts/success_rate": "success, last 100 episodes",
@@ -320,13 +343,11 @@ def chart(title, points) -> str:
     )
 
 
-def strip(seed, film) -> str:
+def strip(seed, recording) -> str:
     """An episode, frame by frame."""
     cards = []
-    for number, moment in enumerate(film.moments):
-        png = io.BytesIO()
-        Image.fromarray(moment.frame).save(png, "png")
-        source = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+    for number, moment in enumerate(recording.moments):
+        source = "data:image/png;base64," + base64.b64encode(moment.png).decode()
         kind, thought, action = "", moment.thought, moment.action
         if action is None:
             kind, thought, action = "bad", moment.response, "(no admissible action)"
@@ -335,13 +356,13 @@ def strip(seed, film) -> str:
             f"<b>{html.escape(action)}</b><br>"
             f"<small>step {number + 1}, reward {moment.reward:.2f}, V {moment.value:.2f}</small></figure>"
         )
-    result = film.result
-    outcome = ("success" if result["success"] else "failure") if result["flagged"] else "no success flag"
+    outcome, _ = recording.outcome()
+    result = recording.result
     heading = f"Seed {seed}: {outcome}, return {result['return']:.2f}, {result['length']} steps"
     return f'<h3>{heading}</h3><div class="strip">{"".join(cards)}</div>'
 
 
-def page(folder, result, films) -> str:
+def page(folder, result, recordings) -> str:
     """One self-contained page about a run: options, curves, evaluations, and episodes, failures first."""
     rows, options = load_log(folder)
     charts, evaluations = [], []
@@ -353,16 +374,15 @@ def page(folder, result, films) -> str:
         cells = [f"{key[5:].replace('_', ' ')} {x:.3g}" for key, x in row.items() if key.startswith("eval/")]
         if cells:
             evaluations.append(f"<tr><td>after {row['global_step']:,} steps<td>" + "<td>".join(cells))
-    won = [seed for seed, film in sorted(films.items()) if film.result["success"]]
-    lost = [seed for seed in sorted(films) if seed not in won]
+    won = [seed for seed in sorted(recordings) if recordings[seed].result["success"]]
+    lost = [seed for seed in sorted(recordings) if seed not in won]
     return PAGE.format(
         title=html.escape(folder.resolve().name),
         options=html.escape(", ".join(f"{name} {x}" for name, x in options.items() if x is not None)),
-        charts="".join(charts),
-        count=options["eval_episodes"],
-        evaluations="".join(evaluations),
+        charts="".join(charts) or "no update is finished yet",
+        evaluations="".join(evaluations) or "<tr><td>none",
         played=html.escape(f"{describe(result)}; weights: {result['weights']}"),
-        strips="".join(strip(seed, films[seed]) for seed in lost[:5] + won[:3]),
+        strips="".join(strip(seed, recordings[seed]) for seed in lost[:5] + won[:3]),
     )
 
 
@@ -417,7 +437,7 @@ def load_curve(folder) -> Curve:
     last = {}
     for row in rows:
         last |= row  # the last value of each key
-    name = "positive_return" if "charts/positive_return" in last else "success_rate"
+    name = "success_rate" if last.get("charts/success_rate") is not None else "positive_return"
     points = [
         (row["global_step"], row[f"charts/{name}"]) for row in rows if row.get(f"charts/{name}") is not None
     ]
@@ -426,15 +446,15 @@ def load_curve(folder) -> Curve:
     steps, rates = np.array(points).T
     world = re.sub(r"[^\w.-]+", "-", args["env"])  # as in the run's name
     label = folder.name.removeprefix(f"{world}-").removesuffix(f"-{args['seed']}")
-    evaluations = [row[f"eval/{name}"] for row in rows if f"eval/{name}" in row] or [None]
+    evaluations = [row[f"eval/{name}"] for row in rows if f"eval/{name}" in row]
     return Curve(
-        args["env"],
-        label,
-        args["seed"],
-        steps,
-        rates,
-        before=evaluations[0],
-        after=evaluations[-1],
+        world=args["env"],
+        label=label,
+        seed=args["seed"],
+        steps=steps,
+        rates=rates,
+        before=evaluations[0] if evaluations else None,
+        after=evaluations[-1] if len(evaluations) > 1 else None,
         parsed=1 - last["charts/invalid_action_rate"],
         agreement=last.get("eval/thought_agreement"),
     )
@@ -450,31 +470,23 @@ def groups_of(curves) -> list[list[Curve]]:
 
 def table(folders) -> str:
     """A row for every group of runs that differ in the seed, whose figures stand side by side."""
-    names = [
-        "world",
-        "run",
-        "seeds",
-        "before",
-        "after",
-        "last 100",
-        "mean",
-        "steps to 0.8",
-        "parsed",
-        "true thoughts",
-    ]
+    names = ["world", "run", "seeds", "before", "after", "last 100", "mean", "steps to 0.8"]
+    names += ["parsed", "true thoughts"]
     lines = [names, ["---"] * len(names)]
     for group in groups_of([load_curve(Path(folder)) for folder in folders]):
         start, end = max(curve.steps[0] for curve in group), min(curve.steps[-1] for curve in group)
-        cells = []
+        rows = []
         for curve in group:
             mean = np.interp(np.linspace(start, end, 1000), curve.steps, curve.rates).mean()
             solved = curve.steps[curve.rates >= 0.8]
-            first = f"{solved[0]:,.0f}" if len(solved) else "never"
-            rates = [curve.before, curve.after, curve.rates[-1], mean]
-            rates = ["-" if rate is None else f"{rate:.2f}" for rate in rates]
-            agreement = "-" if curve.agreement is None else f"{curve.agreement:.2f}"
-            cells.append([str(curve.seed), *rates, first, f"{curve.parsed:.3f}", agreement])
-        columns = [" / ".join(column) for column in zip(*cells, strict=True)]
+            row = [str(curve.seed)]
+            for x in (curve.before, curve.after, curve.rates[-1], mean):
+                row.append("-" if x is None else f"{x:.2f}")
+            row.append(f"{solved[0]:,.0f}" if len(solved) else "never")
+            row.append(f"{curve.parsed:.3f}")
+            row.append("-" if curve.agreement is None else f"{curve.agreement:.2f}")
+            rows.append(row)
+        columns = [" / ".join(column) for column in zip(*rows, strict=True)]
         lines.append([group[0].world, group[0].label, *columns])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -483,30 +495,28 @@ def plot(paths, out):
     """Learning curves: a panel per world, mean and range over seeds, results as dashed lines."""
     results = {path: load_result(path) for path in paths if path.endswith(".json")}
     groups = groups_of([load_curve(Path(path)) for path in paths if not path.endswith(".json")])
-    if not groups:
-        raise UserError("plot needs the folder of a run")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("plot needs matplotlib: pip install matplotlib") from None
+    from matplotlib.figure import Figure  # the only command that needs it
 
-    worlds = list(dict.fromkeys(group[0].world for group in groups))
-    figure = Figure(figsize=(4.2 * len(worlds), 4), layout="constrained")
+    worlds = [group[0].world for group in groups] + [result["task"]["env"] for result in results.values()]
+    worlds = list(dict.fromkeys(worlds))
+    figure = Figure(figsize=(4.2 * len(worlds), 3), layout="constrained")
     axes = dict(zip(worlds, figure.subplots(1, len(worlds), squeeze=False)[0], strict=True))
-    handles = {}  # one for each name, and so a colour for each
+    handles, colors = {}, {}  # by name: the same in every panel
     for group in groups:
-        axis, name = axes[group[0].world], f"{group[0].label} (mean and range of {len(group)})"
+        name = f"{group[0].label}, mean and range of {len(group)}" if len(group) > 1 else group[0].label
+        color = colors.setdefault(name, f"C{len(colors)}")
         start, end = max(curve.steps[0] for curve in group), min(curve.steps[-1] for curve in group)
         steps = np.unique(np.concatenate([curve.steps for curve in group]))
         steps = steps[(steps >= start) & (steps <= end)]  # those that all runs have reached
         rates = np.array([np.interp(steps, curve.steps, curve.rates) for curve in group])  # (runs, steps)
-        color = handles[name].get_color() if name in handles else f"C{len(handles)}"
+        axis = axes[group[0].world]
         (handles[name],) = axis.plot(steps, rates.mean(0), color=color, label=name)
         axis.fill_between(steps, rates.min(0), rates.max(0), color=color, alpha=0.2, linewidth=0)
     for path, result in results.items():
         name = {"random": "random actions", "hint": "scripted player"}.get(result["player"], Path(path).stem)
-        axis, (_, rate) = axes[result["task"]["env"]], success_of(result)
-        color = handles[name].get_color() if name in handles else f"C{len(handles)}"
+        color = colors.setdefault(name, f"C{len(colors)}")
+        _, rate = rate_of(result)
+        axis = axes[result["task"]["env"]]
         handles[name] = axis.axhline(rate, linestyle="--", color=color, label=name)
     for world, axis in axes.items():
         axis.set(title=world, xlabel="environment steps", ylabel="success", ylim=(-0.02, 1.02))
@@ -519,92 +529,90 @@ def plot(paths, out):
 # --------------------------------------------------------------------------------------------- the program
 
 
-def options_of(command, folder, words):
-    """The options, and the run's folder if its policy is to be read from its checkpoint.
+NO_UPDATE = {"num_steps": 1, "minibatch_size": 1}  # no minibatches that would have to fit
 
-    The command line's > those of the run, if there is one > vldac.py's.
+
+def options_of_run(command, folder, words):
+    """The options of an evaluation of a run, and its checkpoint if that has the weights.
+
+    The command line's > those of the run.
     """
-    interrupted = None
-    no_update = {"num_steps": 1, "minibatch_size": 1}  # no minibatches that would have to fit
-    if folder:
-        try:
-            saved = vldac.load_args(folder, Args)
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{folder} is not the folder of a run: {error}") from None
-        saved = dataclasses.replace(saved, split="eval", track=False, **no_update)
-        started_from = saved.adapter
-        if command == "run" and (folder / "adapter").exists():
-            saved.adapter = str(folder / "adapter")
-        if command == "page":  # the run's own evaluation, played again
-            saved.episodes = saved.eval_episodes or 20
-        args = vldac.parse_args(words, Args, saved)
-        if command in ("run", "page") and args.adapter == started_from:
-            if not (folder / "checkpoint.pt").exists():
-                raise UserError(f"{folder} has saved nothing yet: neither adapter/ nor checkpoint.pt")
-            interrupted = folder
-    else:
-        words = [*(f"--{name}={x}" for name, x in no_update.items()), "--split=eval", *words]
-        if command != "model":
-            words = ["--model=tiny", *words]  # it is not loaded
-        args = vldac.parse_args(words, Args)
-        if command == "model" and args.model == "tiny":
-            raise UserError("a toy belongs to a run: eval.py start runs/NAME, or give a --model")
-    if args.episodes < 1:
-        raise UserError("--episodes must be at least 1")
-    return args, interrupted
-
-
-def report(command, folder, words):
-    """Play, write the result or the page, and say it in a line."""
-    args, interrupted = options_of(command, folder, words)
-    vldac.check_world(args)
-    films = {} if command == "page" else None
-    result = evaluate("run" if command == "page" else command, args, interrupted, films)
-    player = command
-    if command == "model":
-        player = "-".join(Path(name).name for name in (args.model, args.adapter) if name)
-    name = "-".join(filter(None, [args.env, player, result["mode"], str(args.episodes)]))
-    results = folder / "eval" if folder else Path("results")
-    out = results / (re.sub(r"[^\w.-]+", "-", name) + ".json")
+    try:
+        saved = vldac.load_args(folder, Args)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{folder} is not the folder of a run: {error}") from None
+    saved = dataclasses.replace(saved, split="eval", track=False, **NO_UPDATE)
     if command == "page":
+        saved.episodes = saved.eval_episodes or 20
+    if command == "film":
+        saved.episodes = 1
+    args = vldac.parse_args(words, Args, saved)
+    if command == "start" or (command == "run" and args.adapter != saved.adapter):
+        return args, None
+    if args.adapter != saved.adapter:
+        raise UserError(f"{command} shows the run's own weights and critic: it takes no --adapter")
+    checkpoint = folder / "checkpoint.pt"
+    if not checkpoint.exists():
+        raise UserError(f"{folder} has saved nothing yet: there is no checkpoint.pt")
+    return args, checkpoint
+
+
+def options_of_model(command, words):
+    """The options of an evaluation without a run: the command line's > those of vldac.py."""
+    words = [*(f"--{name}={x}" for name, x in NO_UPDATE.items()), "--split=eval", *words]
+    if command != "model":
+        words = ["--model=tiny", *words]  # it is not loaded
+    args = vldac.parse_args(words, Args)
+    if command == "model" and args.model == "tiny":
+        raise UserError("a toy belongs to a run: eval.py start runs/NAME, or give a --model")
+    return args
+
+
+def report(result, args, folder, content=None):
+    """Write a result, or a page about it, and say it in a line."""
+    player = result["player"]
+    if player == "model":
+        player = "-".join(filter(None, [args.model, args.adapter]))
+    name = "-".join(filter(None, [args.env, player, result["mode"], str(args.episodes)]))
+    out = folder / (re.sub(r"[^\w.-]+", "-", name) + ".json")
+    if content:
         out = folder / "page.html"
     out = Path(args.out or out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page(folder, result, films) if command == "page" else json.dumps(result) + "\n")
+    out.write_text(content or json.dumps(result) + "\n")
     invalid, tokens = result["summary"]["invalid_action_rate"], result["summary"]["response_tokens"]
     print(f"{describe(result)}, invalid {invalid:.3f}, {tokens:.1f} tokens per response -> {out}")
-
-
-def film(folder, words):
-    """An animation of each episode as it was before training and as it is after."""
-    films = []
-    for command in ("start", "run"):
-        args, interrupted = options_of(command, folder, ["--episodes=1", *words])
-        vldac.check_world(args)
-        films.append({})
-        evaluate(command, args, interrupted, films[-1])
-    before, after = films
-    for seed in sorted(before):
-        animate(before[seed], after[seed], args.out or folder / f"film-{seed}.gif")
 
 
 def main(argv=None):
     words = sys.argv[1:] if argv is None else argv
     try:
         match words:
-            case ["film", folder, *options]:
-                film(Path(folder), options)
-            case ["run" | "start" | "page" as command, folder, *options]:
-                report(command, Path(folder), options)
+            case ["run" | "start" as command, folder, *options]:
+                args, checkpoint = options_of_run(command, Path(folder), options)
+                report(evaluate(command, args, checkpoint), args, Path(folder, "eval"))
             case ["model" | "random" | "hint" as command, *options]:
-                report(command, None, options)
+                args = options_of_model(command, options)
+                report(evaluate(command, args), args, Path("results"))
+            case ["page", folder, *options]:
+                args, checkpoint = options_of_run("page", Path(folder), options)
+                recordings = {}
+                result = evaluate("run", args, checkpoint, recordings)
+                report(result, args, Path(folder), page(Path(folder), result, recordings))
+            case ["film", folder, *options]:
+                args, checkpoint = options_of_run("film", Path(folder), options)
+                before, after = {}, {}
+                evaluate("start", args, None, before)
+                evaluate("run", args, checkpoint, after)
+                for seed in before:
+                    animate(before[seed], after[seed], Path(folder, f"film-{seed}.gif"))
             case ["compare", a, b]:
                 print(compare(a, b))
             case ["table", *folders] if folders:
                 print(table(folders))
-            case ["plot", *paths, "--out", out]:
+            case ["plot", *paths, "--out", out] if paths:
                 plot(paths, out)
-            case ["plot", *paths]:
+            case ["plot", *paths] if paths:
                 plot(paths, "curves.png")
             case _:
                 print(__doc__)

@@ -2113,6 +2113,8 @@ def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path):
         assert len(rewards) == strip.count("data:image/png;base64,") == int(outcome[4])
         assert sum(rewards) == pytest.approx(float(outcome[3]))
     assert page.count('class="bad"') == page.count("(no admissible action)") > 0
+    with pytest.raises(SystemExit):  # an adapter has no critic
+        evaluation.main(["page", str(folder), "--adapter", str(folder / "adapter")])
 
     args = vldac.load_args(folder)
     policy, player = vldac.VLMPolicy(args), vldac.Player(args)
@@ -2172,7 +2174,7 @@ WRONG_EVALUATIONS = {
     "plot empty": "empty is not the folder of a run",
     "table empty": "empty is not the folder of a run",
     "page empty": "empty is not the folder of a run",
-    "plot": "plot needs the folder of a run",
+    "plot": "python eval.py run runs/NAME",
     "": "python eval.py run runs/NAME",  # the usage
     "compare a.json": "python eval.py run runs/NAME",
 }
@@ -2215,7 +2217,7 @@ def test_the_readme_s_world_runs(run, tmp_path, monkeypatch):
 def test_the_readme_s_program_acts(tmp_path, model, monkeypatch, capsys):
     start(tmp_path / "runs", model, "NumberLine", name="NumberLine-tiny-0")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "act.py").write_text(readme_program("act.py"))
+    (tmp_path / "act.py").write_text(readme_program("act.py").replace("OneRoom", "NumberLine"))
     runpy.run_path(str(tmp_path / "act.py"))
     assert "->" in capsys.readouterr().out.splitlines()[-1]
 

@@ -137,7 +137,7 @@ TOY = {
     "max_new_tokens": 40,
     "micro_batch_size": 64,
     "value_warmup": 4,  # 4 x 32 steps: the critic has seen MiniWorld's time-outs before the policy moves
-    "learning_rate": 2e-3,
+    "learning_rate": 1e-3,
     "final_learning_rate": 2e-5,
     "value_hidden": [256, 256],
     "eval_episodes": 50,
@@ -821,7 +821,8 @@ def update(policy, optimizer, rollout: Rollout, args: Args, value_only=False, su
             average_gradients(policy)
             # Deviation 15: LoRA and the value head are clipped separately. One norm over both would couple
             # them: a large value gradient would shrink the policy's step.
-            # Deviation 16: NaN or infinity ends the run before it touches a weight; the released one goes on.
+            # Deviation 16: NaN or infinity ends the run before it touches a weight; the released code skips a
+            # response whose log-probability is NaN, and checks no gradient.
             norm_lora = nn.utils.clip_grad_norm_(lora, args.max_grad_norm, error_if_nonfinite=True)
             norm_value = nn.utils.clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
             norms.append([norm_lora.item(), norm_value.item()])

@@ -21,7 +21,7 @@ import json, sys
 from pathlib import Path
 
 run, log = Path(sys.argv[1]), Path(sys.argv[2])
-log.mkdir(parents=True)
+log.mkdir(parents=True, exist_ok=True)
 (log / "args.json").write_text((run / "args.json").read_text())
 with open(log / "log.jsonl", "w") as file:
     for line in (run / "log.jsonl").read_text().splitlines():
@@ -32,11 +32,28 @@ THIN
 }
 export -f run
 
-runs() { # a line each: NAME PROGRAM OPTIONS...
-  # The results: VL-DAC as it comes.
+play() { # WORLD PLAYER WORDS...: 200 episodes of an evaluation, into assets/results
+  local out="assets/results/$1-$2.json"
+  if [ -e "$out" ]; then return; fi
+  echo "$(date +%H:%M) $out"
+  python eval.py "$2" "${@:3}" --out "$out" > /dev/null 2>&1 || echo "$out failed"
+}
+export -f play
+
+plays() { # a line each: WORLD PLAYER WORDS...
+  for world in OneRoom Hallway NumberLine EZPoints; do
+    for player in random hint; do echo "$world $player --env $world"; done
+    for player in start run; do echo "$world $player runs/compare/$world-VL-DAC-0"; done
+  done
+}
+
+results() { # a line each: NAME PROGRAM OPTIONS..., VL-DAC as it comes
   for world in OneRoom Hallway NumberLine EZPoints; do
     for seed in 0 1 2; do echo "$world-VL-DAC-$seed vldac.py --env $world --seed $seed"; done
   done
+}
+
+comparisons() {
   # Which KL, and LOOP.
   for seed in 0 1 2; do
     echo "OneRoom-VL-DAC-KL-to-sampling-policy-$seed vldac.py --env OneRoom --seed $seed --kl_ref old"
@@ -67,4 +84,6 @@ runs() { # a line each: NAME PROGRAM OPTIONS...
   done
 }
 
-runs | xargs -P 2 -L 1 bash -c 'run "$@"' run
+results | xargs -P 2 -L 1 bash -c 'run "$@"' run
+plays | xargs -P 2 -L 1 bash -c 'play "$@"' play
+comparisons | xargs -P 2 -L 1 bash -c 'run "$@"' run
