@@ -521,7 +521,10 @@ def plot(paths, out):
     for world, axis in axes.items():
         axis.set(title=world, xlabel="environment steps", ylabel="success", ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)
-    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=min(2, len(handles)))
+    columns = min(2 * len(worlds), len(handles))
+    figure.legend(
+        handles=handles.values(), loc="outside lower center", ncols=columns, fontsize=8, frameon=False
+    )
     figure.savefig(out, dpi=200)
     print(out)
 
