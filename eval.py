@@ -499,7 +499,7 @@ def plot(paths, out):
 
     worlds = [group[0].world for group in groups] + [result["task"]["env"] for result in results.values()]
     worlds = list(dict.fromkeys(worlds))
-    figure = Figure(figsize=(4.2 * len(worlds), 3), layout="constrained")
+    figure = Figure(figsize=(4.2 * len(worlds), 2.6), layout="constrained")
     axes = dict(zip(worlds, figure.subplots(1, len(worlds), squeeze=False)[0], strict=True))
     handles, colors = {}, {}  # by name: the same in every panel
     for group in groups:
