@@ -438,9 +438,8 @@ def load_curve(folder) -> Curve:
     for row in rows:
         last |= row  # the last value of each key
     name = "success_rate" if last.get("charts/success_rate") is not None else "positive_return"
-    points = [
-        (row["global_step"], row[f"charts/{name}"]) for row in rows if row.get(f"charts/{name}") is not None
-    ]
+    key = f"charts/{name}"
+    points = [(row["global_step"], row[key]) for row in rows if row.get(key) is not None]
     if not points:
         raise UserError(f"{folder} has no success rate yet")
     steps, rates = np.array(points).T
