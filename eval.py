@@ -120,9 +120,8 @@ class Moment:
     """A step of a recorded episode."""
 
     png: bytes  # what was seen
-    thought: str
-    action: str | None
     response: str
+    action: str | None
     reward: float
     value: float  # the critic's, before the step
 
@@ -168,9 +167,7 @@ def recorded(act, recordings):
         _, values = vldac.score(policy, [step.prompt for step in steps], no_response, no_response)
         for player, frame, step, value in zip(players, frames, steps, values.tolist(), strict=True):
             recording = recordings.setdefault(player.seed, Recording([]))
-            thought = thought_of(step.response)
-            moment = Moment(png(frame), thought, step.action, step.response, step.reward, value)
-            recording.moments.append(moment)
+            recording.moments.append(Moment(png(frame), step.response, step.action, step.reward, value))
             if step.done:
                 recording.last_png = png(player.observations[-1]["image"])
                 recording.result = player.result()
@@ -187,7 +184,7 @@ def panel(title, recording, k):
     number = min(k + 1, len(recording.moments))
     if k < len(recording.moments):
         moment = recording.moments[k]
-        frame, thought = moment.png, moment.thought
+        frame, thought = moment.png, thought_of(moment.response)
         action, color = moment.action or "(no admissible action)", "blue" if moment.action else "red"
     else:
         frame, thought = recording.last_png, f"return {recording.result['return']:.2f}"
@@ -348,7 +345,7 @@ def strip(seed, recording) -> str:
     cards = []
     for number, moment in enumerate(recording.moments):
         source = "data:image/png;base64," + base64.b64encode(moment.png).decode()
-        kind, thought, action = "", moment.thought, moment.action
+        kind, thought, action = "", thought_of(moment.response), moment.action
         if action is None:
             kind, thought, action = "bad", moment.response, "(no admissible action)"
         cards.append(
