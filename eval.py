@@ -488,18 +488,21 @@ def table(folders) -> str:
 
 
 def plot(paths, out):
-    """Learning curves: a panel per world, mean and range over seeds, results as dashed lines."""
+    """Learning curves: a panel per world; seeds as thin lines, their mean as a thick one, results dashed."""
     results = {path: load_result(path) for path in paths if path.endswith(".json")}
     groups = groups_of([load_curve(Path(path)) for path in paths if not path.endswith(".json")])
     from matplotlib.figure import Figure  # the only command that needs it
 
     worlds = [group[0].world for group in groups] + [result["task"]["env"] for result in results.values()]
     worlds = list(dict.fromkeys(worlds))
-    figure = Figure(figsize=(4.2 * len(worlds), 2.6), layout="constrained")
-    axes = dict(zip(worlds, figure.subplots(1, len(worlds), squeeze=False)[0], strict=True))
+    columns = min(2, len(worlds))
+    rows = math.ceil(len(worlds) / columns)
+    figure = Figure(figsize=(4.2 * columns, 0.3 + 2.3 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    axes = dict(zip(worlds, panels, strict=False))
     handles, colors = {}, {}  # by name: the same in every panel
     for group in groups:
-        name = f"{group[0].label}, mean and range of {len(group)}" if len(group) > 1 else group[0].label
+        name = f"{group[0].label}, mean and {len(group)} seeds" if len(group) > 1 else group[0].label
         color = colors.setdefault(name, f"C{len(colors)}")
         start, end = max(curve.steps[0] for curve in group), min(curve.steps[-1] for curve in group)
         steps = np.unique(np.concatenate([curve.steps for curve in group]))
@@ -507,7 +510,7 @@ def plot(paths, out):
         rates = np.array([np.interp(steps, curve.steps, curve.rates) for curve in group])  # (runs, steps)
         axis = axes[group[0].world]
         (handles[name],) = axis.plot(steps, rates.mean(0), color=color, label=name)
-        axis.fill_between(steps, rates.min(0), rates.max(0), color=color, alpha=0.2, linewidth=0)
+        axis.plot(steps, rates.T, color=color, alpha=0.4, linewidth=0.8)
     for path, result in results.items():
         name = {"random": "random actions", "hint": "scripted player"}.get(result["player"], Path(path).stem)
         color = colors.setdefault(name, f"C{len(colors)}")
@@ -515,11 +518,15 @@ def plot(paths, out):
         axis = axes[result["task"]["env"]]
         handles[name] = axis.axhline(rate, linestyle="--", color=color, label=name)
     for world, axis in axes.items():
-        axis.set(title=world, xlabel="environment steps", ylabel="success", ylim=(-0.02, 1.02))
+        axis.set(
+            title=world, xlabel="environment steps", ylabel="success", xlim=(0, None), ylim=(-0.02, 1.02)
+        )
+        axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.grid(alpha=0.3)
-    columns = min(2 * len(worlds), len(handles))
+    for axis in list(panels)[len(worlds) :]:
+        axis.remove()
     figure.legend(
-        handles=handles.values(), loc="outside lower center", ncols=columns, fontsize=8, frameon=False
+        handles=handles.values(), loc="outside lower center", ncols=2 * columns, fontsize=8, frameon=False
     )
     figure.savefig(out, dpi=200)
     print(out)
