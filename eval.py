@@ -8,7 +8,7 @@
     python eval.py random --env OneRoom                random actions: the floor
     python eval.py hint --env OneRoom                  the world's hints: a scripted player
     python eval.py compare A.json B.json               paired difference of two results, exact McNemar test
-    python eval.py table runs/A runs/B                 the figures of runs, seeds side by side
+    python eval.py table runs/A runs/B                 the figures of runs, a row each
     python eval.py plot runs/A runs/B random.json      learning curves, results as dashed lines
 
 All but the last three play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
@@ -418,7 +418,7 @@ class Curve:
     """What a table or a plot shows of a run."""
 
     world: str
-    label: str  # the run's name without world and seed; runs that share it are averaged
+    label: str  # the run's name without world and seed
     seed: int
     steps: np.ndarray  # (updates,)
     rates: np.ndarray  # (updates,) success, of the last 100 episodes
@@ -456,35 +456,32 @@ def load_curve(folder) -> Curve:
     )
 
 
+def table(folders) -> str:
+    """A row for every run."""
+    names = ["world", "run", "seed", "before", "after", "last 100", "mean", "steps to 0.8"]
+    names += ["parsed", "true thoughts"]
+    lines = [names, ["---"] * len(names)]
+    for folder in folders:
+        curve = load_curve(Path(folder))
+        steps = np.linspace(curve.steps[0], curve.steps[-1], 1000)
+        mean = np.interp(steps, curve.steps, curve.rates).mean()
+        solved = curve.steps[curve.rates >= 0.8]
+        line = [curve.world, curve.label, str(curve.seed)]
+        for x in (curve.before, curve.after, curve.rates[-1], mean):
+            line.append("-" if x is None else f"{x:.2f}")
+        line.append(f"{solved[0]:,.0f}" if len(solved) else "never")
+        line.append(f"{curve.parsed:.3f}")
+        line.append("-" if curve.agreement is None else f"{curve.agreement:.2f}")
+        lines.append(line)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def groups_of(curves) -> list[list[Curve]]:
     """Curves that differ in the seed only, together, in the order of the first of them."""
     groups = {}
     for curve in curves:
         groups.setdefault((curve.world, curve.label), []).append(curve)
     return list(groups.values())
-
-
-def table(folders) -> str:
-    """A row for every group of runs that differ in the seed, whose figures stand side by side."""
-    names = ["world", "run", "seeds", "before", "after", "last 100", "mean", "steps to 0.8"]
-    names += ["parsed", "true thoughts"]
-    lines = [names, ["---"] * len(names)]
-    for group in groups_of([load_curve(Path(folder)) for folder in folders]):
-        start, end = max(curve.steps[0] for curve in group), min(curve.steps[-1] for curve in group)
-        rows = []
-        for curve in group:
-            mean = np.interp(np.linspace(start, end, 1000), curve.steps, curve.rates).mean()
-            solved = curve.steps[curve.rates >= 0.8]
-            row = [str(curve.seed)]
-            for x in (curve.before, curve.after, curve.rates[-1], mean):
-                row.append("-" if x is None else f"{x:.2f}")
-            row.append(f"{solved[0]:,.0f}" if len(solved) else "never")
-            row.append(f"{curve.parsed:.3f}")
-            row.append("-" if curve.agreement is None else f"{curve.agreement:.2f}")
-            rows.append(row)
-        columns = [" / ".join(column) for column in zip(*rows, strict=True)]
-        lines.append([group[0].world, group[0].label, *columns])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def plot(paths, out):

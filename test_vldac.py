@@ -2147,12 +2147,13 @@ def logs(tmp_path):
 
 
 def test_a_table_of_runs(logs, capsys):
-    """Two seeds in a row, by hand: 0.8 is reached at step 40 and 30; a world without a flag."""
+    """By hand: 0.8 is reached at step 40 and 30; a world without a flag."""
     evaluation.main(["table", *logs])
-    line, lake = capsys.readouterr().out.splitlines()[2:]
-    rates = "0.10 / 0.20 | 0.90 / 0.90 | 1.00 / 0.60 | 0.60 / 0.65 | 40 / 30 | 0.750 / 0.750 | 0.50 / 0.50"
-    assert line == f"| NumberLine | tiny | 0 / 1 | {rates} |"
-    assert lake == "| lake:Lake-v0 | tiny | 1 | 0.20 | 0.90 | 0.60 | 0.65 | 30 | 0.750 | 0.50 |"
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| NumberLine | tiny | 0 | 0.10 | 0.90 | 1.00 | 0.60 | 40 | 0.750 | 0.50 |",
+        "| NumberLine | tiny | 1 | 0.20 | 0.90 | 0.60 | 0.65 | 30 | 0.750 | 0.50 |",
+        "| lake:Lake-v0 | tiny | 1 | 0.20 | 0.90 | 0.60 | 0.65 | 30 | 0.750 | 0.50 |",
+    ]
 
 
 def test_learning_curves(logs, tmp_path):
