@@ -424,7 +424,7 @@ class Curve:
     rates: np.ndarray  # (updates,) success, of the last 100 episodes
     before: float | None  # success on the fixed seeds
     after: float | None
-    parsed: float  # of the last rollout's responses
+    parsed: float  # of the last evaluation's responses, without one of the last rollout's
     agreement: float | None  # true thoughts in the last evaluation
 
 
@@ -451,7 +451,7 @@ def load_curve(folder) -> Curve:
         rates=rates,
         before=evaluations[0] if evaluations else None,
         after=evaluations[-1] if len(evaluations) > 1 else None,
-        parsed=1 - last["charts/invalid_action_rate"],
+        parsed=1 - last.get("eval/invalid_action_rate", last["charts/invalid_action_rate"]),
         agreement=last.get("eval/thought_agreement"),
     )
 

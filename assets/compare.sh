@@ -41,8 +41,10 @@ play() { # WORLD PLAYER WORDS...: 200 episodes of an evaluation, into assets/res
 export -f play
 
 plays() { # a line each: WORLD PLAYER WORDS...
-  for world in OneRoom Hallway NumberLine EZPoints; do
+  for world in OneRoom Hallway NumberLine EZPoints FourRooms WallGap; do
     for player in random hint; do echo "$world $player --env $world"; done
+  done
+  for world in OneRoom Hallway NumberLine EZPoints; do
     for player in start run; do echo "$world $player runs/compare/$world-VL-DAC-0"; done
   done
 }

@@ -135,6 +135,8 @@ def speed_of_trl(args, setting) -> str:
 
 def main(*words):
     given = dict(word.split("=") for word in words)
+    if unknown := given.keys() - SETTING:
+        raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(SETTING)}")
     lists = {key: str(given.get(key, value)).split(",") for key, value in SETTING.items()}
     for values in itertools.product(*lists.values()):
         setting = {key: type(SETTING[key])(x) for key, x in zip(lists, values, strict=True)}
