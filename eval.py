@@ -495,7 +495,7 @@ def plot(paths, out):
     columns = min(2, len(worlds))
     rows = math.ceil(len(worlds) / columns)
     figure = Figure(figsize=(4.2 * columns, 0.3 + 2.3 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).flat
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     axes = dict(zip(worlds, panels, strict=False))
     handles, colors = {}, {}  # by name: the same in every panel
     for group in groups:
@@ -520,7 +520,7 @@ def plot(paths, out):
         )
         axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.grid(alpha=0.3)
-    for axis in list(panels)[len(worlds) :]:
+    for axis in panels[len(worlds) :]:
         axis.remove()
     figure.legend(
         handles=handles.values(), loc="outside lower center", ncols=2 * columns, fontsize=8, frameon=False
