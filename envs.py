@@ -24,6 +24,7 @@ the time limit `step` returns truncated=True, and terminated=True beside it if t
 import ast
 import contextlib
 import enum
+import faulthandler
 import functools
 import io
 import itertools
@@ -235,28 +236,7 @@ def draw_card(draw, x, y, width, rank, suit):
     color = "#c8102e" if suit in "DH" else "black"
     draw.rounded_rectangle(box, width // 10, fill="white", outline="black")
     draw.text((x + width / 2, y + height * 0.32), rank, color, font(width * 3 // 5), anchor="mm")
-    r, cx, cy = width / 7, x + width / 2, y + height * 0.75  # the suit's size and middle
-
-    def blob(dx, dy):
-        draw.ellipse((cx + (dx - 1) * r, cy + (dy - 1) * r, cx + (dx + 1) * r, cy + (dy + 1) * r), fill=color)
-
-    def polygon(*points):
-        draw.polygon([(cx + px * r, cy + py * r) for px, py in points], fill=color)
-
-    if suit == "D":
-        polygon((0, -2), (1.5, 0), (0, 2), (-1.5, 0))
-    elif suit == "H":
-        blob(-0.9, -0.6)
-        blob(0.9, -0.6)
-        polygon((-1.8, -0.2), (1.8, -0.2), (0, 2))
-    else:
-        polygon((0, 0), (0.7, 2), (-0.7, 2))  # the stem
-        blob(-0.9, 0.4)
-        blob(0.9, 0.4)
-        if suit == "C":
-            blob(0, -1)
-        else:
-            polygon((-1.7, 0.1), (1.7, 0.1), (0, -2))
+    draw.text((x + width / 2, y + height * 0.75), suit, color, font(width // 4), anchor="mm")
 
 
 class CardGame(World):
@@ -665,7 +645,9 @@ def browser():
     except ImportError:
         raise UserError(f"WebShop needs a browser: {BROWSER}") from None
     path = os.environ.get("CHROMIUM") or shutil.which("chromium-headless-shell") or shutil.which("chromium")
-    return sync_playwright().start().chromium.launch(executable_path=path, args=["--no-sandbox"])
+    # Chromium does not start its sandbox as root.
+    flags = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+    return sync_playwright().start().chromium.launch(executable_path=path, args=flags)
 
 
 class WebShop(World):
@@ -951,3 +933,59 @@ def make_env(name: str, *, max_episode_steps=None, invalid_reward=None, split="t
     except (gym.error.Error, ModuleNotFoundError) as error:  # pygame, or a module of that name, is missing
         raise UserError(f"--env {name}: {error}") from None
     return Checked(env, max_episode_steps, invalid_reward)
+
+
+# -------------------------------------------------------------------------------------------- playing them
+
+
+def random_action(actions, task, rng) -> str:
+    """One of the admissible actions; for "search[...]", which a site refuses, a search for words of the task.
+
+    >>> random_action(["search[...]"], "a red mug", random.Random(0))
+    'search[red a mug]'
+    """
+    action = rng.choice(actions)
+    if action == "search[...]":
+        words = re.findall(r"\w+", task)
+        action = f"search[{' '.join(rng.sample(words, min(3, len(words))))}]"
+    return action
+
+
+@contextlib.contextmanager
+def guard(timeout, seed=None, actions=()):
+    """Around calls of an environment: if it raises, a note says how to reproduce it. If it hangs, all ends.
+
+    timeout        seconds until the process is ended, with a traceback
+    seed, actions  of the episode; None while the environment is being made
+    """
+    faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    except Exception as error:
+        if seed is not None:
+            error.add_note(f"to reproduce: env.reset(seed={seed}), then env.step through {actions}")
+        raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def first_step(env, timeout, seed, action=None):
+    """What an episode shows and pays in its first step, that of the first admissible action or of another."""
+    with guard(timeout, seed, []):
+        first, info = env.reset(seed=seed)
+    action = info["actions"][0] if action is None else action
+    with guard(timeout, seed, [action]):
+        second, reward, *_ = env.step(action)
+    texts = info["task"], first["text"], second["text"]
+    return texts, first["image"].tobytes(), second["image"].tobytes(), reward
+
+
+def check_world(env, timeout):
+    """UserError, or the world's own, if it cannot be played, or if equal seeds do not give equal episodes."""
+    first_step(env, timeout, 0, action="")  # a response may name no action
+    if isinstance(env, Checked):  # not one of ours
+        for seed in range(8):
+            if first_step(env, timeout, seed) != first_step(env, timeout, seed):
+                words = "reset must call super().reset(seed=seed), and all chance come from self.np_random"
+                raise UserError(f"{env.spec.id}: two episodes of seed {seed} differ: {words}")
+    env.close()

@@ -3,7 +3,6 @@
     python eval.py run runs/NAME                       what a run has learned, in its own world
     python eval.py start runs/NAME                     what it started from, on the same episodes
     python eval.py page runs/NAME                      a page to look at: curves, and episodes step by step
-    python eval.py film runs/NAME                      an animation: an episode before and after, side by side
     python eval.py model --env OneRoom --model MODEL   any model; with an adapter: --adapter FOLDER
     python eval.py random --env OneRoom                random actions: the floor
     python eval.py hint --env OneRoom                  the world's hints: a scripted player
@@ -12,9 +11,9 @@
     python eval.py plot runs/A runs/B random.json      learning curves, results as dashed lines
 
 All but the last three play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
-trains, and write to --out FILE. `page` plays as many as the run's own evaluations (20 if it had none), and
-`film` one. --mode greedy takes the likeliest tokens. Options given here win over those of the run. For plot,
---out FILE comes last.
+trains, and write to --out FILE. `page` plays as many as the run's own evaluations (20 if it had none). --mode
+greedy takes the likeliest tokens. Options given here win over those of the run. For plot, --out FILE comes
+last. A run may be one of RL4VLM or of LOOP (assets/) too.
 """
 
 import base64
@@ -26,15 +25,15 @@ import math
 import random
 import re
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
+import envs
 import vldac
 from envs import UserError
 
@@ -123,7 +122,7 @@ class Moment:
     response: str
     action: str | None
     reward: float
-    value: float  # the critic's, before the step
+    value: float | None  # the critic's, before the step; None if there is no critic
 
 
 @dataclass
@@ -163,9 +162,12 @@ def recorded(act, recordings):
     def recording_act(policy, players):
         frames = [player.observations[-1]["image"] for player in players]
         steps = act(policy, players)
-        no_response = torch.zeros(len(players), 0, dtype=torch.long, device=policy.args.device)
-        _, values = vldac.score(policy, [step.prompt for step in steps], no_response, no_response)
-        for player, frame, step, value in zip(players, frames, steps, values.tolist(), strict=True):
+        values = [None] * len(players)
+        if policy.args.vf_coef > 0:  # LOOP has no critic
+            nothing = policy.no_response(len(players))
+            with torch.no_grad():
+                values = policy([step.prompt for step in steps], nothing, nothing)[1].tolist()
+        for player, frame, step, value in zip(players, frames, steps, values, strict=True):
             recording = recordings.setdefault(player.seed, Recording([]))
             recording.moments.append(Moment(png(frame), step.response, step.action, step.reward, value))
             if step.done:
@@ -174,52 +176,6 @@ def recorded(act, recordings):
         return steps
 
     return recording_act
-
-
-# ------------------------------------------------------------------------------------------- the animation
-
-
-def panel(title, recording, k):
-    """Step k of an episode, or how it ended: a frame, and under it what was thought and done."""
-    number = min(k + 1, len(recording.moments))
-    if k < len(recording.moments):
-        moment = recording.moments[k]
-        frame, thought = moment.png, thought_of(moment.response)
-        action, color = moment.action or "(no admissible action)", "blue" if moment.action else "red"
-    else:
-        frame, thought = recording.last_png, f"return {recording.result['return']:.2f}"
-        action, color = recording.outcome()
-    image = Image.open(io.BytesIO(frame))
-    height = round(420 * image.height / image.width)
-    canvas = Image.new("RGB", (430, height + 175), "white")
-    canvas.paste(image.resize((420, height), Image.Resampling.BOX), (5, 40))
-    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(size=26)
-
-    def write(y, text, color):
-        lines = textwrap.wrap(text, 30)[:2]
-        text = "\n".join(lines).encode("ascii", "replace").decode()  # the font has no other letters
-        draw.text((8, y), text, color, font=font)
-
-    write(5, f"{title}, step {number}", "black")
-    write(height + 45, thought, "black")
-    write(height + 110, action, color)
-    return canvas
-
-
-def animate(before, after, path):
-    """Two episodes of a seed, side by side, until the second has ended; then how both ended."""
-    length = len(after.moments)
-    steps = np.linspace(0, length - 1, min(24, length)).round().astype(int)  # at most 24 of them
-    pictures = []
-    for k in [*steps, 10**9]:
-        left, right = panel("before", before, k), panel("after", after, k)
-        picture = Image.new("RGB", (left.width + right.width, left.height), "white")
-        picture.paste(left, (0, 0))
-        picture.paste(right, (left.width, 0))
-        pictures.append(picture)
-    durations = [400] * len(steps) + [2400]  # milliseconds
-    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=durations, loop=0)
-    print(path)
 
 
 # --------------------------------------------------------------------------------------------- the players
@@ -235,24 +191,12 @@ def scripted(command):
                 action = player.describe("hint")
             else:
                 # A function of the seed, so that it does not matter what plays beside it.
-                rng = random.Random(f"{player.seed} {len(player.actions)}")
-                action = rng.choice(player.info["actions"])
+                action = player.random_action(random.Random(f"{player.seed} {len(player.actions)}"))
             reward, done = player.step(action)
-            empty = torch.zeros(0)
-            steps.append(vldac.Step("", {}, empty, empty, "", action, reward, done))
+            steps.append(vldac.Step({}, torch.zeros(0), "", action, reward, done))
         return steps
 
     return act
-
-
-def load_policy(args, checkpoint=None):
-    """The policy, and where its weights are from: a run's checkpoint, an adapter, or the model itself."""
-    policy = vldac.VLMPolicy(args)
-    if not checkpoint:
-        return policy, args.adapter
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    policy.load_state_dict(state["weights"], strict=False)  # they are not all: the rest is the base model
-    return policy, f"checkpoint.pt, update {state['update']}"
 
 
 # What two results must share to be compared.
@@ -260,16 +204,19 @@ TASK = ("env", "split", "max_episode_steps", "invalid_reward")
 
 
 def evaluate(command, args, checkpoint=None, recordings=None):
-    """Play the episodes, and record them in `recordings`, if it is given. Returns the result."""
-    if args.episodes < 1:
-        raise UserError("--episodes must be at least 1")
-    vldac.check_world(args)
+    """Play the episodes, and record them in `recordings`, if it is given. Returns the result.
+
+    checkpoint  the folder of the run whose checkpoint.pt has the weights; None: those of --adapter, or none
+    """
+    envs.check_world(vldac.Player(args).env, args.env_timeout)
     result = {"player": command, "mode": None, "model": None, "weights": None, "seed": args.seed}
     if command in ("random", "hint"):
         act, policy = scripted(command), None
     else:
         act = vldac.act
-        policy, weights = load_policy(args, checkpoint)
+        policy, weights = vldac.VLMPolicy(args), args.adapter
+        if checkpoint:
+            weights = f"checkpoint.pt, update {vldac.load_weights(checkpoint, policy)['update']}"
         print(f"weights: {weights or 'the model itself'}")
         result |= {"mode": args.mode, "model": args.model, "weights": weights}
         if args.mode == "greedy":  # the others are the defaults, at which transformers does not warn
@@ -311,7 +258,7 @@ figure {{ margin: 0 }}  .strip figure {{ flex: 0 0 190px; border: 1px solid #888
 </style><h1>{title}</h1><p><small>{options}</small></p>
 <h2>Training</h2><div class="charts">{charts}</div>
 <h2>Evaluations on fixed seeds</h2><div class="table"><table>{evaluations}</table></div>
-<h2>Episodes</h2><p>{played}. Below: the first 5 failures and 3 successes; V is the critic's value.</p>
+<h2>Episodes</h2><p>{played}. Below: the first 5 failures and 3 successes{critic}.</p>
 {strips}"""
 
 CHARTS = {
@@ -345,13 +292,14 @@ def strip(seed, recording) -> str:
     cards = []
     for number, moment in enumerate(recording.moments):
         source = "data:image/png;base64," + base64.b64encode(moment.png).decode()
+        value = "" if moment.value is None else f", V {moment.value:.2f}"
         kind, thought, action = "", thought_of(moment.response), moment.action
         if action is None:
             kind, thought, action = "bad", moment.response, "(no admissible action)"
         cards.append(
             f'<figure class="{kind}"><img alt="" src="{source}"><small>{html.escape(thought)}</small><br>'
             f"<b>{html.escape(action)}</b><br>"
-            f"<small>step {number + 1}, reward {moment.reward:.2f}, V {moment.value:.2f}</small></figure>"
+            f"<small>step {number + 1}, reward {moment.reward:.2f}{value}</small></figure>"
         )
     outcome, _ = recording.outcome()
     result = recording.result
@@ -371,6 +319,8 @@ def page(folder, result, recordings) -> str:
         cells = [f"{key[5:].replace('_', ' ')} {x:.3g}" for key, x in row.items() if key.startswith("eval/")]
         if cells:
             evaluations.append(f"<tr><td>after {row['global_step']:,} steps<td>" + "<td>".join(cells))
+    moments = [moment for recording in recordings.values() for moment in recording.moments]
+    critic = any(moment.value is not None for moment in moments)
     won = [seed for seed in sorted(recordings) if recordings[seed].result["success"]]
     lost = [seed for seed in sorted(recordings) if seed not in won]
     return PAGE.format(
@@ -379,6 +329,7 @@ def page(folder, result, recordings) -> str:
         charts="".join(charts) or "no update is finished yet",
         evaluations="".join(evaluations) or "<tr><td>none",
         played=html.escape(f"{describe(result)}; weights: {result['weights']}"),
+        critic="; V is the critic's value" if critic else "",
         strips="".join(strip(seed, recordings[seed]) for seed in lost[:5] + won[:3]),
     )
 
@@ -536,7 +487,7 @@ NO_UPDATE = {"num_steps": 1, "minibatch_size": 1}  # no minibatches that would h
 
 
 def options_of_run(command, folder, words):
-    """The options of an evaluation of a run, and its checkpoint if that has the weights.
+    """The options of an evaluation of a run, and its folder if its checkpoint has the weights, else None.
 
     The command line's > those of the run.
     """
@@ -547,17 +498,14 @@ def options_of_run(command, folder, words):
     saved = dataclasses.replace(saved, split="eval", track=False, **NO_UPDATE)
     if command == "page":
         saved.episodes = saved.eval_episodes or 20
-    if command == "film":
-        saved.episodes = 1
     args = vldac.parse_args(words, Args, saved)
     if command == "start" or (command == "run" and args.adapter != saved.adapter):
         return args, None
     if args.adapter != saved.adapter:
         raise UserError(f"{command} shows the run's own weights and critic: it takes no --adapter")
-    checkpoint = folder / "checkpoint.pt"
-    if not checkpoint.exists():
+    if not Path(folder, "checkpoint.pt").exists():
         raise UserError(f"{folder} has saved nothing yet: there is no checkpoint.pt")
-    return args, checkpoint
+    return args, folder
 
 
 def options_of_model(command, words):
@@ -582,7 +530,7 @@ def report(result, args, folder, content=None):
         out = folder / "page.html"
     out = Path(args.out or out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(content or json.dumps(result) + "\n")
+    out.write_text(content or json.dumps(result) + "\n", encoding="utf-8")
     invalid, tokens = result["summary"]["invalid_action_rate"], result["summary"]["response_tokens"]
     print(f"{describe(result)}, invalid {invalid:.3f}, {tokens:.1f} tokens per response -> {out}")
 
@@ -602,13 +550,6 @@ def main(argv=None):
                 recordings = {}
                 result = evaluate("run", args, checkpoint, recordings)
                 report(result, args, Path(folder), page(Path(folder), result, recordings))
-            case ["film", folder, *options]:
-                args, checkpoint = options_of_run("film", Path(folder), options)
-                before, after = {}, {}
-                evaluate("start", args, None, before)
-                evaluate("run", args, checkpoint, after)
-                for seed in before:
-                    animate(before[seed], after[seed], Path(folder, f"film-{seed}.gif"))
             case ["compare", a, b]:
                 print(compare(a, b))
             case ["table", *folders] if folders:

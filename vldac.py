@@ -16,24 +16,22 @@ once per environment step, and the value head's gradient stops at the backbone.
     In the first `value_warmup` updates only the value head learns. There is no entropy bonus.
 
 Letters: N environments, T steps per rollout, B environment steps (of a rollout or of a part of it), P prompt
-length, R response length (both padded), V vocabulary, H hidden size. Tensors (T, N) and (B,) are per
-environment step, (B, R) per token. "Deviation n" says where the code differs from the paper or its released
-code, and why. Where to begin: `train`. Without a GPU the model is a toy, a tiny VLM that assets/toy.py first
-teaches to see and to speak by imitation, so that one can watch the algorithm on a laptop.
+length, R response length (both padded), H hidden size. Tensors (T, N) and (B,) are per environment step,
+(B, R) per token. "Deviation n" says where the code differs from the paper or its released code, and why.
+Where to begin: `train`. Without a GPU the model is a toy, a tiny VLM that assets/toy.py first teaches to see
+and to speak by imitation, so that one can watch the algorithm on a laptop.
 
     python vldac.py --env OneRoom                  Qwen2-VL-7B where there is a GPU, else a toy model
     python vldac.py --env NumberLine --model tiny  the toy on a card game, no OpenGL needed
-    python vldac.py --algo rl4vlm                  the step-level loss it is compared with (appendix)
     python vldac.py --resume runs/NAME             go on after the last finished update
     torchrun --nproc_per_node=4 vldac.py ...       on four GPUs, with the same totals
 """
 
 import argparse
-import contextlib
 import dataclasses
-import faulthandler
-import hashlib
+import importlib
 import inspect
+import itertools
 import json
 import math
 import os
@@ -50,7 +48,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -63,17 +61,22 @@ from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, HfArgumentParser, set_seed
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 import envs
 
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT uses a deprecated name
+
+RANK = int(os.environ.get("RANK", 0))  # of this process, and how many there are, under torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+BAR_INTERVAL = 0.1 if sys.stderr.isatty() else 10  # seconds between two states of a progress bar
 
 
 @dataclass
 class Args:
     """Every option and its default. Most defaults are those of the paper's Table 6."""
 
-    algo: Literal["vldac", "rl4vlm"] = "vldac"
+    program: ClassVar[str] = "vldac.py"  # not an option: whose options these are
     env: str = "OneRoom"  # a world of envs.py, a Gymnasium id, or module:id (of your own, say)
     model: str | None = None  # hub name, folder or "tiny", the toy; default: Qwen2-VL-7B with CUDA, else tiny
     adapter: str | None = None  # folder of a trained adapter to start from
@@ -93,7 +96,7 @@ class Args:
     max_new_tokens: int = 256
     # update
     minibatch_size: int = 128  # environment steps per optimizer step, of all processes
-    micro_batch_size: int = 8  # environment steps per scored or trained forward pass; lower it to save memory
+    micro_batch_size: int = 8  # environment steps per forward pass; lower it to save memory
     update_epochs: int = 2
     value_warmup: int = 2  # updates that train only the value head
     learning_rate: float = 5e-5
@@ -105,9 +108,7 @@ class Args:
     kl_coef: float = 0.05  # beta
     kl_ref: Literal["base", "old"] = "base"  # the model before training, or the sampling policy
     max_grad_norm: float = 1.0  # of LoRA and of the value head, separately
-    # comparisons
     stop_grad: bool = True  # false: the value loss trains LoRA too
-    thought_coef: float = 0.5  # lambda of rl4vlm, the weight of a thought's log-probability
     # model
     lora_rank: int = 16
     lora_alpha: int = 32
@@ -125,10 +126,12 @@ class Args:
 
 # What worlds change in Args, and what the toy does. The world wins over the toy, the command line over both.
 CARDS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0, "total_timesteps": 51_200}  # also for the toy
+LONG_PROMPTS = {"num_images": 1, "gradient_checkpointing": True}
 WORLDS = {
+    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # also for the toy
     "NumberLine": CARDS | {"total_timesteps": 12_288},
     **dict.fromkeys(["EZPoints", "Points24", "Blackjack"], CARDS),
-    **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], {"num_images": 1}),
+    **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPTS),
 }
 TOY = {
     "total_timesteps": 25_600,
@@ -167,11 +170,12 @@ def build_prompt(observations, actions, task, taken, left) -> list[dict]:
     # Deviation 1: one template for all worlds, actions in words. The released code has one for each world.
     # Deviation 2: every frame is shown once, and the true number of actions is told. The released prompt
     # repeats frames, and takes their number for the number of actions.
+    names = [json.dumps(action, ensure_ascii=False) for action in actions]  # as the answer must spell them
     lines = [
         f"Task: {task}.",
         observations[-1]["text"],
         f"Actions taken: {taken}. Actions left: {left}.",
-        "Admissible actions: " + ", ".join(f'"{action}"' for action in actions) + ".",
+        "Admissible actions: " + ", ".join(names) + ".",
         'Think, then choose one action. Answer with {"thoughts": "...", "action": "..."}',
     ]
     text = "\n".join(line for line in lines if line)
@@ -329,32 +333,29 @@ LORA_TARGETS = (
 
 def load_processor(path, max_image_tokens):
     """A model's processor: chat template, tokenizer, images (Qwen's of at most max_image_tokens)."""
-    cls = transformers.models.auto.processing_auto.PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path))]
-    has_video = "video_processor" in cls.get_attributes()
+    cls = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path))]
 
     class WithoutVideo(cls):
-        """AutoProcessor would load a video processor too, which needs torchvision."""
+        """AutoProcessor would load a video processor too, which needs torchvision. Here it may be None."""
 
-        video_processor = types.SimpleNamespace(num_frames=None, fps=None)  # SmolVLM's chat template reads it
-
-        @classmethod
-        def get_attributes(cls):
-            return ["image_processor", "tokenizer"]
-
-        @classmethod
-        def from_args_and_dict(cls, args, processor_dict, **kwargs):
-            args = [*args, None] if has_video else args
-            return super().from_args_and_dict(args, processor_dict, **kwargs)
+        def check_argument_for_proper_class(self, name, argument):
+            if name != "video_processor":
+                super().check_argument_for_proper_class(name, argument)
 
     WithoutVideo.__name__ = cls.__name__  # the name is looked up in the processor's configuration
-    processor = WithoutVideo.from_pretrained(path)
-    images = processor.image_processor
+    images = transformers.AutoImageProcessor.from_pretrained(path)
     if hasattr(images, "merge_size"):  # Qwen: a token is merge_size x merge_size patches; "edges" are areas
         largest = max_image_tokens * (images.patch_size * images.merge_size) ** 2
         images.size = {"shortest_edge": min(images.size["shortest_edge"], largest), "longest_edge": largest}
+    parts = [images, transformers.AutoTokenizer.from_pretrained(path)]
+    if "video_processor" in cls.get_attributes():
+        parts.append(None)
+    settings, _ = cls.get_processor_dict(path)
+    processor = WithoutVideo.from_args_and_dict(parts, settings)
     if hasattr(images, "do_image_splitting"):  # SmolVLM: one tile per frame
         images.do_image_splitting = False
         images.size = dict(images.max_image_size)
+        processor.video_processor = types.SimpleNamespace(num_frames=None, fps=None)  # its template asks
     return processor
 
 
@@ -424,14 +425,21 @@ class VLMPolicy(nn.Module):
             pad_token_id=self.pad_id,
         )
 
+    def lora_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.peft_model.parameters() if p.requires_grad]
+
     def encode(self, messages, frames) -> dict:
         """A prompt as the model's inputs, on the CPU: ids and mask (1, P), the pixels of its frames."""
-        part = messages[-1]["content"][-1]
+        [turn] = messages
+        *images, text = turn["content"]
         # A page in the world may show special tokens: they must not become the chat format.
-        part["text"] = self.special_tokens.sub(" ", part["text"])
-        text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        images = [Image.fromarray(frame) for frame in frames]
-        return dict(self.processor(text=[text], images=[images], return_tensors="pt"))
+        text = text | {"text": self.special_tokens.sub(" ", text["text"])}
+        messages = [turn | {"content": [*images, text]}]
+        chat = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        pictures = [Image.fromarray(frame) for frame in frames]
+        # No special tokens are added: Gemma's template has written the one at the beginning already.
+        options = {"add_special_tokens": False, "return_tensors": "pt"}
+        return dict(self.processor(text=[chat], images=[pictures], **options))
 
     def inputs(self, prompts, tokens, mask) -> dict:
         """B encoded prompts, each followed by its response, for the model: ids and mask (B, P + R), pixels.
@@ -453,99 +461,51 @@ class VLMPolicy(nn.Module):
                 inputs[key] = torch.cat(parts, dim=images_dim).to(tokens.device)
         return inputs
 
+    def no_response(self, B) -> torch.Tensor:
+        """Tokens, or the mask, of B responses that have not begun: (B, 0)."""
+        return torch.zeros(B, 0, dtype=torch.long, device=self.args.device)
+
     @torch.no_grad()
-    def sample(self, prompts):
-        """B responses: tokens and mask, both (B, max_new_tokens); the mask ends with the first stop id."""
+    def sample(self, prompts) -> list[torch.Tensor]:
+        """The tokens (R,) of B responses, of a length each, up to and including the first stop id."""
         self.eval()  # in train mode with gradient checkpointing, generate() returns garbage
-        nothing = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.args.device)
+        nothing = self.no_response(len(prompts))
         inputs = self.inputs(prompts, nothing, nothing)
         with self.autocast:
             output = self.vlm.generate(**inputs)
-        tokens = output[:, inputs["input_ids"].shape[1] :]
-        missing = self.args.max_new_tokens - tokens.shape[1]
-        tokens = nn.functional.pad(tokens, (0, missing), value=self.pad_id)  # (B, max_new_tokens)
+        tokens = output[:, inputs["input_ids"].shape[1] :]  # (B, R)
         stops = torch.isin(tokens, self.stop_ids).long()
         stops_before = stops.cumsum(1) - stops  # (B, R), in the columns to the left
-        return tokens, (stops_before == 0).long()
+        lengths = (stops_before == 0).sum(1)  # (B,)
+        return [row[:length] for row, length in zip(tokens, lengths, strict=True)]
 
-    def decode(self, tokens, mask) -> list[str]:
-        """The texts of B responses, without their stop ids: (B, R), (B, R) -> B."""
-        keep = mask.bool() & ~torch.isin(tokens, self.stop_ids)
-        return [self.tokenizer.decode(row[kept]) for row, kept in zip(tokens, keep, strict=True)]
+    def decode(self, responses) -> list[str]:
+        """The texts of responses, each a tensor (R,), without their stop ids."""
+        return [self.tokenizer.decode(tokens[~torch.isin(tokens, self.stop_ids)]) for tokens in responses]
 
     def forward(self, prompts, tokens, mask):
         """Log-probabilities of responses and values of their prompts.
 
         prompts       B of them, from `encode`
         tokens, mask  (B, R); R may be 0 if only values are wanted
-        Returns logprobs (B, R) in nats, values (B,), and entropy (B, R) in nats without gradient, the first
-        and the last 0 where masked.
+        Returns logprobs (B, R) in nats, 0 where masked, and values (B,).
         """
         R = tokens.shape[1]
         with self.autocast:
             hidden = self.vlm.model(**self.inputs(prompts, tokens, mask), use_cache=False).last_hidden_state
             hidden = hidden[:, -R - 1 :]  # (B, 1 + R, H): the last prompt token, then the response
             lm_head = self.vlm.get_output_embeddings()
-            logits = lm_head(hidden[:, :-1])  # (B, R, V), each from the token before
-        # Deviation 10: log-probabilities in fp32. In bfloat16 their rounding is a third of the clip range.
+            logits = lm_head(hidden[:, :-1])  # (B, R, vocabulary), each from the token before
+        # Deviation 10: log-probabilities in fp32, whose rounding in bfloat16 is a third of the clip. The
+        # head stays bfloat16: in fp32 it made ratios hardly more exact, as hidden states are rounded too.
         logits = logits.float() / self.args.temperature
         logits[..., self.banned_ids] = -torch.inf
-        all_logprobs = logits.log_softmax(2)
-        logprobs = all_logprobs.gather(2, tokens[..., None])[..., 0]  # (B, R)
-        entropy = torch.special.entr(all_logprobs.detach().exp()).sum(2)  # (B, R)
+        logprobs = logits.log_softmax(2).gather(2, tokens[..., None])[..., 0]  # (B, R)
         state = hidden[:, 0].float()  # (B, H)
         if self.args.stop_grad:
             state = state.detach()  # Eq. 4
         values = self.value_head(state)[:, 0]  # in fp32, outside autocast
-        return logprobs.masked_fill(mask == 0, 0), values, entropy.masked_fill(mask == 0, 0)
-
-
-# ------------------------------------------------------------------------------------------- the processes
-
-RANK = int(os.environ.get("RANK", 0))  # of this process, and their number, under torchrun
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-
-
-def gather(items: list) -> list:
-    """The items of all processes in one list, by rank."""
-    if WORLD_SIZE == 1:
-        return items
-    parts = [None] * WORLD_SIZE
-    dist.all_gather_object(parts, items)
-    return [item for part in parts for item in part]
-
-
-def say(text):
-    """Print a line, above the progress bar; one process speaks."""
-    if RANK == 0:
-        tqdm.write(text)
-        sys.stdout.flush()
-
-
-class Progress(tqdm):
-    """How far something is, and how long it will take; where no terminal is, a line every ten seconds."""
-
-    def __init__(self, what, total):
-        interval = 0.1 if sys.stderr.isatty() else 10
-        words = "{desc}: {n_fmt} of {total_fmt}, {elapsed} passed, {remaining} left"
-        options = {"mininterval": interval, "bar_format": words, "leave": False, "disable": RANK > 0}
-        super().__init__(desc=what, total=total, **options)
-
-    @staticmethod
-    def status_printer(file):
-        if file.isatty():
-            return tqdm.status_printer(file)
-        return lambda line: line and print(line, file=file, flush=True)
-
-
-def average_gradients(policy):
-    """The mean over processes, whose minibatches are equally large: the gradient of the whole minibatch."""
-    if WORLD_SIZE == 1:
-        return
-    for parameter in policy.parameters():
-        if parameter.grad is not None:  # the base model never has one, LoRA has none in the warm-up
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= WORLD_SIZE
+        return logprobs.masked_fill(mask == 0, 0), values
 
 
 # -------------------------------------------------------------------------------------------- the rollout
@@ -561,18 +521,20 @@ class Player:
 
     def __init__(self, args: Args, index=0):
         self.args, self.index = args, index
-        self.episode = 0  # training episodes that were begun
-        self.counts = True  # whether the present episode enters the statistics
-        self.ended = 0  # episodes that did
-        self.seed = None  # of the episode
+        self.seed, self.actions = None, []  # of the episode
+        self.episode = 0  # training episodes that have begun
+        self.uncounted = 0  # of these, those that began within an episode: the first ones
         limits = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
-        with self.watched():
+        with self.guard():
             self.env = envs.make_env(args.env, split=args.split, **limits)
+
+    def guard(self):
+        return envs.guard(self.args.env_timeout, self.seed, self.actions)
 
     def reset(self, seed):
         """Begin the episode of this seed: an episode is a function of its seed and its actions."""
         self.seed, self.actions, self.total = seed, [], 0.0
-        with self.watched():
+        with self.guard():
             observation, self.info = self.env.reset(seed=seed)
         self.task = self.info["task"]  # in later infos there need be none
         self.observations = deque([observation], maxlen=self.args.num_images)
@@ -580,7 +542,6 @@ class Player:
     def next_episode(self):
         self.reset(training_seed(self.args.seed, self.index, self.episode))
         self.episode += 1
-        self.counts = True
 
     def random_start(self):
         """Begin training somewhere within an episode, reached by random actions."""
@@ -590,24 +551,31 @@ class Player:
         rng = random.Random(self.seed)
         steps = self.index * self.info["left"] // self.args.num_envs
         for _ in range(steps):
-            _, done = self.step(rng.choice(self.info["actions"]))
+            _, done = self.step(self.random_action(rng))
             if done:
                 self.next_episode()
-        self.counts = not self.actions
+        self.uncounted = self.episode if self.actions else self.episode - 1
 
-    def prompt(self):
-        """(messages, frames) for VLMPolicy.encode."""
-        seen = list(self.observations)
+    def counted(self) -> int:
+        """How many training episodes have begun, the present one included, without those of random_start."""
+        return self.episode - self.uncounted
+
+    def random_action(self, rng) -> str:
+        return envs.random_action(self.info["actions"], self.task, rng)
+
+    def turn(self):
+        """The user's turn for VLMPolicy.encode: messages and frames."""
+        newest = list(self.observations)
         taken, left = len(self.actions), self.info["left"]
-        messages = build_prompt(seen, self.info["actions"], self.task, taken, left)
-        return messages, [observation["image"] for observation in seen]
+        messages = build_prompt(newest, self.info["actions"], self.task, taken, left)
+        return messages, [observation["image"] for observation in newest]
 
     def step(self, action: str | None):
         """Play a parsed action, None if there was none. Returns reward and done."""
         # Deviation 12: a response that does not parse ("" for the world) does nothing and costs its step. The
         # released code plays a random action, and reinforces the response for what that action brought.
         self.actions.append(action or "")
-        with self.watched():
+        with self.guard():
             observation, reward, terminated, truncated, self.info = self.env.step(self.actions[-1])
         self.observations.append(observation)
         self.total += float(reward)
@@ -626,29 +594,13 @@ class Player:
         """The world's "caption" or "hint", if it has such a method; no agent is shown either."""
         return self.env.get_wrapper_attr(method)() if self.env.has_wrapper_attr(method) else None
 
-    @contextlib.contextmanager
-    def watched(self):
-        """If the environment raises, a note says how to reproduce it. If it hangs, the run ends."""
-        faulthandler.dump_traceback_later(self.args.env_timeout, exit=True, file=sys.__stderr__)
-        try:
-            yield
-        except Exception as error:
-            if self.seed is not None:  # else it was still being made
-                words = f"env.reset(seed={self.seed}), then env.step through {self.actions}"
-                error.add_note(f"to reproduce: {words}")
-            raise
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
 
 @dataclass
 class Step:
     """One environment step of one player."""
 
-    question: str  # the prompt's text
-    prompt: dict  # the same, encoded
-    tokens: torch.Tensor  # (R,) the response
-    mask: torch.Tensor  # (R,)
+    prompt: dict  # encoded
+    tokens: torch.Tensor  # (R,) the response, as sampled
     response: str
     action: str | None  # None if the response did not parse
     reward: float
@@ -658,106 +610,131 @@ class Step:
 def act(policy, players) -> list[Step]:
     """The next step of every player."""
     # Deviation 14: all environments share each forward pass; the released code plays one at a time.
-    questions, prompts = [], []
-    for player in players:
-        messages, frames = player.prompt()
-        prompts.append(policy.encode(messages, frames))
-        questions.append(messages[-1]["content"][-1]["text"])  # as `encode` has left it
-    tokens, mask = policy.sample(prompts)
-    responses = policy.decode(tokens, mask)
-
+    prompts = [policy.encode(*player.turn()) for player in players]
+    tokens = policy.sample(prompts)
+    responses = policy.decode(tokens)
     steps = []
     for i, player in enumerate(players):
         action = parse_action(responses[i], player.info["actions"])
         reward, done = player.step(action)
-        steps.append(Step(questions[i], prompts[i], tokens[i], mask[i], responses[i], action, reward, done))
+        steps.append(Step(prompts[i], tokens[i], responses[i], action, reward, done))
     return steps
 
 
-class Rollout:
-    """B = T * N environment steps (step t of player n is number t * N + n), and what an update needs of them.
+def collect(policy, players, args: Args):
+    """T steps of N players, and a new episode wherever one ends.
 
-    steps         B of them
-    last_prompts  N, what the players see after the last step
-    episodes      results of the episodes that ended meanwhile
+    Returns the B = T * N steps, of which step t of player n is number t * N + n; the N prompts that follow;
+    and the results of the episodes that have ended.
     """
-
-    def __init__(self, steps: list[Step], last_prompts: list[dict], episodes: list[dict]):
-        self.steps, self.last_prompts, self.episodes = steps, last_prompts, episodes
-        self.prompts = [step.prompt for step in steps]
-        self.tokens = torch.stack([step.tokens for step in steps])  # (B, R)
-        self.mask = torch.stack([step.mask for step in steps])  # (B, R)
-        self.weights = self.mask  # (B, R) of tokens in the policy loss; only RL4VLM (appendix) has others
-        # compute_advantages adds:
-        self.logprobs = None  # (B, R) under the policy that sampled
-        self.baselogprobs = None  # (B, R) under the model before training
-        self.advantages = None  # (B,) normalised
-        self.returns = None  # (B,)
-
-
-def collect(policy, players, args: Args) -> Rollout:
-    """T steps of N players, and a new episode wherever one ends."""
     steps, episodes = [], []
     for _ in range(args.num_steps):
         for player, step in zip(players, act(policy, players), strict=True):
             steps.append(step)
             if step.done:
-                if player.counts:
+                if player.counted() > 0:
                     episodes.append(player.result())
-                    player.ended += 1
                 player.next_episode()
-    last_prompts = [policy.encode(*player.prompt()) for player in players]
-    return Rollout(steps, last_prompts, episodes)
+    last_prompts = [policy.encode(*player.turn()) for player in players]
+    return steps, last_prompts, episodes
 
 
-# ----------------------------------------------------------------------------------------- the advantages
+# ----------------------------------------------------------------------------- minibatches and advantages
 
 
-def micro_batches(rows, mask, size):
-    """Yields `rows`, `size` at a time and of similar lengths, which saves padding; and their longest R."""
-    lengths = mask.sum(1).cpu()
-    rows = rows[lengths[rows].argsort()]
-    for part in rows.split(size):
-        yield part, int(lengths[part].max())
+@dataclass
+class MicroBatch:
+    """B environment steps that share a forward pass, both when they are scored and when they are trained."""
+
+    rows: list[int]  # B numbers of steps of the rollout
+    prompts: list[dict]  # B
+    tokens: torch.Tensor  # (B, R)
+    mask: torch.Tensor  # (B, R)
+    weights: torch.Tensor  # (B, R) of the tokens in the policy loss: the mask, unless an algorithm has others
+    # compute_advantages adds:
+    logprobs: torch.Tensor | None = None  # (B, R) under the policy that sampled
+    baselogprobs: torch.Tensor | None = None  # (B, R) under the model before training
+    advantages: torch.Tensor | None = None  # (B,) normalised
+    returns: torch.Tensor | None = None  # (B,)
+
+
+def make_minibatches(steps, args: Args) -> list[list[MicroBatch]]:
+    """The steps of a rollout in random minibatches, each a list of micro-batches."""
+    # Deviation 18: drawn once, before the steps are scored. The released code draws anew for each epoch. The
+    # same neighbours and padding give the same rounding, so the first ratio is 1 to the bit in bfloat16 too.
+
+    def length(row):
+        return steps[row].prompt["input_ids"].shape[1] + len(steps[row].tokens)
+
+    num_minibatches = math.ceil(len(steps) * WORLD_SIZE / args.minibatch_size)
+    minibatches = []
+    for minibatch_rows in torch.randperm(len(steps)).chunk(num_minibatches):
+        # Similar lengths save padding. The longest come first: if they fit into memory, all do.
+        minibatch_rows = sorted(minibatch_rows.tolist(), key=length, reverse=True)
+        minibatch = []
+        for start in range(0, len(minibatch_rows), args.micro_batch_size):
+            rows = minibatch_rows[start : start + args.micro_batch_size]
+            responses = [steps[row].tokens for row in rows]
+            tokens = pad_sequence(responses, batch_first=True)  # (B, R)
+            mask = pad_sequence([torch.ones_like(response) for response in responses], batch_first=True)
+            minibatch.append(MicroBatch(rows, [steps[row].prompt for row in rows], tokens, mask, mask))
+        minibatches.append(minibatch)
+    return minibatches
 
 
 @torch.no_grad()
-def score(policy, prompts, tokens, mask):
-    """Log-probabilities (B, R) of responses and values (B,) of prompts, under the policy as it is now."""
+def score(policy, micro: MicroBatch):
+    """Add the log-probabilities, of the policy that sampled and of the base, to a micro-batch.
+
+    Returns the values (B,) of its prompts.
+    """
     policy.eval()
-    logprobs = torch.zeros(mask.shape, device=mask.device)
-    values = torch.zeros(len(mask), device=mask.device)
-    for rows, R in micro_batches(torch.arange(len(mask)), mask, policy.args.micro_batch_size):
-        some = [prompts[i] for i in rows]
-        logprobs[rows, :R], values[rows], _ = policy(some, tokens[rows, :R], mask[rows, :R])
-    return logprobs, values
-
-
-def compute_advantages(policy, rollout: Rollout, args: Args) -> dict[str, float | None]:
-    """Add log-probabilities, advantages and returns to a rollout. Returns statistics for the log."""
-    # Old log-probabilities and values come from a forward pass like the one that is trained, before the first
-    # epoch. So the first minibatch has ratio 1: its distance from 1 is logged as losses/ratio_first.
-    rollout.logprobs, values = score(policy, rollout.prompts, rollout.tokens, rollout.mask)
+    micro.logprobs, values = policy(micro.prompts, micro.tokens, micro.mask)
     with policy.peft_model.disable_adapter():
-        rollout.baselogprobs, _ = score(policy, rollout.prompts, rollout.tokens, rollout.mask)
-    N = len(rollout.last_prompts)
-    no_response = torch.zeros(N, 0, dtype=torch.long, device=args.device)
-    _, last_values = score(policy, rollout.last_prompts, no_response, no_response)
+        micro.baselogprobs, _ = policy(micro.prompts, micro.tokens, micro.mask)
+    return values
 
-    values = values.view(-1, N)  # (T, N)
-    rewards = torch.tensor([step.reward for step in rollout.steps]).view(-1, N).to(values)  # (T, N)
-    dones = torch.tensor([step.done for step in rollout.steps]).view(-1, N).to(values)  # (T, N)
-    advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)
-    rollout.returns = returns.flatten()  # (B,)
 
+def gather(items: list) -> list:
+    """The items of all processes in one list, by rank."""
+    if WORLD_SIZE == 1:
+        return items
+    parts = [None] * WORLD_SIZE
+    dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+@torch.no_grad()
+def compute_advantages(policy, steps, last_prompts, minibatches, args: Args) -> dict[str, float | None]:
+    """Add log-probabilities, advantages and returns to the micro-batches. Returns statistics for the log."""
+    # Old log-probabilities come from a forward pass like the one that is trained, not from generate(), whose
+    # rounding is another. So the first minibatch has ratio 1; how far it is off is logged as ratio_first.
+    values = torch.zeros(len(steps), device=args.device)  # (B,)
+    kl = entropy = 0.0
+    for micro in itertools.chain(*minibatches):
+        values[micro.rows] = score(policy, micro)
+        share = len(micro.rows) / len(steps)
+        kl += share * kl_base(micro.logprobs, micro.baselogprobs, micro.mask).item()
+        entropy -= share * step_mean(micro.logprobs, micro.mask).item()  # estimated by the sampled tokens
+    nothing = policy.no_response(len(last_prompts))
+    _, last_values = policy(last_prompts, nothing, nothing)  # (N,)
+
+    values = values.view(-1, len(last_prompts))  # (T, N)
+    rewards = torch.tensor([step.reward for step in steps]).to(args.device).view_as(values)
+    dones = torch.tensor([step.done for step in steps]).to(args.device).view_as(values)
+    advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
     all_advantages = torch.cat(gather([advantages.cpu()]))  # of the whole rollout, in all processes
     mean, std = all_advantages.mean().item(), all_advantages.std().item()
-    rollout.advantages = (advantages.flatten() - mean) / (std + 1e-8)  # (B,)
+    normalised = (advantages.flatten() - mean) / (std + 1e-8)  # (B,)
+    for micro in itertools.chain(*minibatches):
+        micro.advantages = normalised[micro.rows]
+        micro.returns = returns.flatten()[micro.rows]
 
     variance = returns.var().item()
     unexplained = (returns - values).var().item()
     return {
-        "kl_base": kl_base(rollout.logprobs, rollout.baselogprobs, rollout.mask).item(),
+        "kl_base": kl,
+        "entropy": entropy,
         "explained_variance": 1 - unexplained / variance if variance > 0 else None,
         "advantage_std": std,
     }
@@ -766,43 +743,48 @@ def compute_advantages(policy, rollout: Rollout, args: Args) -> dict[str, float 
 # --------------------------------------------------------------------------------------------- the update
 
 
-def update(policy, optimizer, rollout: Rollout, args: Args, value_only=False, surrogate=policy_loss):
+def average_gradients(parameters):
+    """The mean over processes, whose minibatches are equally large: the gradient of the whole minibatch."""
+    for parameter in parameters:
+        if WORLD_SIZE > 1 and parameter.grad is not None:  # in the warm-up, LoRA has none
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= WORLD_SIZE
+
+
+def update(policy, optimizer, minibatches, args: Args, value_only=False, surrogate=policy_loss):
     """`update_epochs` passes over a rollout (Eq. 6). Returns means of the losses and diagnostics.
 
     value_only  train the value head alone (warm-up)
     surrogate   the policy loss: Eq. 3, or in a comparison another function of the same arguments
     """
     policy.train()  # for gradient checkpointing
-    B = len(rollout.prompts)
-    num_minibatches = math.ceil(B * WORLD_SIZE / args.minibatch_size)
-    lora, value_head = (group["params"] for group in optimizer.param_groups)
-    stats, sizes = [], []  # per micro-batch: the losses, and of how many steps
-    norms = []  # per minibatch: of LoRA's gradient and of the value head's
+    lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
+    stats, sizes = [], []  # of each micro-batch: its losses, and how many steps they are means of
+    norms = []  # of each minibatch's gradients: LoRA's, and the value head's
     ratio_first = 0.0
-    for _ in range(args.update_epochs):
-        for minibatch in torch.randperm(B).chunk(num_minibatches):
+    for epoch in range(args.update_epochs):
+        if epoch > 0:
+            minibatches = random.sample(minibatches, len(minibatches))  # the same ones in a new order
+        for minibatch in minibatches:
             optimizer.zero_grad()
-            for rows, R in micro_batches(minibatch, rollout.mask, args.micro_batch_size):
-                prompts = [rollout.prompts[i] for i in rows]
-                tokens, mask = rollout.tokens[rows, :R], rollout.mask[rows, :R]
-                logprobs, baselogprobs = rollout.logprobs[rows, :R], rollout.baselogprobs[rows, :R]
-                advantages, weights = rollout.advantages[rows], rollout.weights[rows, :R]
-
-                newlogprobs, values, entropy = policy(prompts, tokens, mask)
-                pg_loss = surrogate(newlogprobs, logprobs, advantages, weights, args.clip_coef)  # Eq. 3
-                v_loss = value_loss(values, rollout.returns[rows])  # Eq. 4
+            minibatch_size = sum(len(micro.rows) for micro in minibatch)
+            for micro in minibatch:
+                mask, logprobs = micro.mask, micro.logprobs
+                newlogprobs, values = policy(micro.prompts, micro.tokens, mask)
+                pg_loss = surrogate(newlogprobs, logprobs, micro.advantages, micro.weights, args.clip_coef)
+                v_loss = value_loss(values, micro.returns)  # Eq. 4
                 kl_old = kl_loss(newlogprobs, logprobs, mask)  # Eq. 5
-                kl = kl_old if args.kl_ref == "old" else kl_base(newlogprobs, baselogprobs, mask)
+                kl = kl_old if args.kl_ref == "old" else kl_base(newlogprobs, micro.baselogprobs, mask)
                 if value_only:  # the other losses are only for the log
                     loss = args.vf_coef * v_loss
                 else:
                     loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss  # Eq. 6
-                (loss * len(rows) / len(minibatch)).backward()
+                (loss * len(micro.rows) / minibatch_size).backward()
 
                 with torch.no_grad():
                     logratio = newlogprobs - logprobs
                     ratio = logratio.exp()
-                    if not norms:  # there was no optimizer step yet
+                    if not norms:  # in the first minibatch
                         ratio_first = max(ratio_first, (ratio - 1).abs().max().item())
                     clipped = ((ratio - 1).abs() > args.clip_coef).float()
                     losses = {
@@ -811,14 +793,13 @@ def update(policy, optimizer, rollout: Rollout, args: Args, value_only=False, su
                         "kl_old": kl_old,  # D(new || old)
                         "approx_kl": step_mean((ratio - 1) - logratio, mask),  # D(old || new), as in CleanRL
                         "clipfrac": step_mean(clipped, mask),
-                        "entropy": step_mean(entropy, mask),
                     }
-                stats.append([x.item() for x in losses.values()])
-                sizes.append(len(rows))
+                stats.append({name: loss.item() for name, loss in losses.items()})
+                sizes.append(len(micro.rows))
 
             if value_only:
                 policy.peft_model.zero_grad()  # with --stop_grad false, the value loss has reached LoRA
-            average_gradients(policy)
+            average_gradients([*lora, *value_head])
             # Deviation 15: LoRA and the value head are clipped separately. One norm over both would couple
             # them: a large value gradient would shrink the policy's step.
             # Deviation 16: NaN or infinity ends the run before it touches a weight; the released code skips a
@@ -828,9 +809,11 @@ def update(policy, optimizer, rollout: Rollout, args: Args, value_only=False, su
             norms.append([norm_lora.item(), norm_value.item()])
             optimizer.step()
 
-    means = dict(zip(losses, np.average(stats, axis=0, weights=sizes).tolist(), strict=True))
+    means = {}
+    for name in stats[0]:
+        means[name] = np.average([losses[name] for losses in stats], weights=sizes).item()
     means["grad_norm_lora"], means["grad_norm_value"] = np.mean(norms, axis=0).tolist()
-    return means | {"ratio_first": ratio_first}
+    return means | {"ratio_first": max(gather([ratio_first]))}
 
 
 # ------------------------------------------------------------------------------------------- the training
@@ -848,15 +831,18 @@ def cosine(update, num_updates, start, end) -> float:
 
 
 def make_optimizer(policy, args: Args):
-    """Adam over two groups of parameters, LoRA and the value head."""
-    lora = [p for p in policy.peft_model.parameters() if p.requires_grad]
-    head = list(policy.value_head.parameters())
-    groups = [{"params": lora}, {"params": head}]
-    return torch.optim.Adam(groups, lr=args.learning_rate, eps=1e-7, fused=True)  # the released code's eps
+    """Adam over LoRA and the value head."""
+    parameters = [*policy.lora_parameters(), *policy.value_head.parameters()]
+    eps = 1e-7  # the released code's
+    return torch.optim.Adam(parameters, lr=args.learning_rate, eps=eps, fused=True)
 
 
-def train(args: Args, folder: Path):
-    """A whole training. Writes log.jsonl, checkpoint.pt, best/ and adapter/ into the run's folder."""
+def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
+    """A whole training. Writes log.jsonl, checkpoint.pt, best/ and adapter/ into the run's folder.
+
+    surrogate, token_weights  of an algorithm to compare with (assets/rl4vlm.py): its policy loss, and a
+                              function (policy, micro-batch) that gives the weights (B, R) of the tokens
+    """
     N = args.num_envs // WORLD_SIZE  # players of this process
     players = [Player(args, RANK * N + n) for n in range(N)]
     eval_args = dataclasses.replace(args, split="eval")
@@ -869,8 +855,9 @@ def train(args: Args, folder: Path):
     best, recent = -math.inf, []  # the best evaluation so far; the last 100 episodes
     first = 0
     if (folder / "checkpoint.pt").exists():
-        update_done, best, recent = load_checkpoint(folder, policy, optimizer, players)
-        first = update_done + 1
+        state = load_checkpoint(folder, policy, optimizer, players)
+        best, recent = state["best"], state["recent"]
+        first = state["update"] + 1
     else:
         for player in players:
             player.random_start()
@@ -884,25 +871,27 @@ def train(args: Args, folder: Path):
             for group in optimizer.param_groups:
                 group["lr"] = rate
             set_seed(training_seed(args.seed, RANK, u))  # a resumed run goes on as if it had never stopped
+            if args.device.startswith("cuda"):
+                torch.cuda.reset_peak_memory_stats()
 
             times = [time.perf_counter()]
-            rollout = collect(policy, players, args)
+            steps, last_prompts, episodes = collect(policy, players, args)
             times.append(time.perf_counter())
-            losses = compute_advantages(policy, rollout, args)
+            minibatches = make_minibatches(steps, args)
+            losses = compute_advantages(policy, steps, last_prompts, minibatches, args)
             times.append(time.perf_counter())
-            surrogate = policy_loss
-            if args.algo == "rl4vlm":  # the appendix
-                surrogate = rl4vlm_loss
-                rollout.weights = thought_weights(policy, rollout.tokens, rollout.mask)
-            warming_up = u <= args.value_warmup
-            losses |= update(policy, optimizer, rollout, args, value_only=warming_up, surrogate=surrogate)
+            if token_weights:
+                for micro in itertools.chain(*minibatches):
+                    micro.weights = token_weights(policy, micro)
+            value_only = u <= args.value_warmup
+            losses |= update(policy, optimizer, minibatches, args, value_only, surrogate)
             times.append(time.perf_counter())
 
-            row["episodes"] = gather(rollout.episodes)
+            row["episodes"] = gather(episodes)
             recent = (recent + row["episodes"])[-100:]
             # Short episodes, often successes, end first: no rate before every player has ended one.
-            fair = all(gather([player.ended > 0 for player in players]))
-            row |= charts(policy, rollout, losses, times, recent if fair else [])
+            fair = all(gather([player.counted() > 1 for player in players]))
+            row |= charts(policy, players, steps, losses, times, recent if fair else [])
             row["charts/learning_rate"] = rate
 
         due = u in (0, num_updates) or (args.eval_every and u % args.eval_every == 0)
@@ -928,7 +917,8 @@ def evaluate(policy, players, seeds, act=act) -> list[dict]:
     waiting = list(seeds)[RANK::WORLD_SIZE]  # the processes share the seeds
     idle, playing = list(players), []
     counts, episodes = {}, []
-    bar = Progress(f"evaluating on {len(seeds)} fixed seeds", len(waiting))
+    words = f"evaluating on {len(seeds)} fixed seeds"
+    bar = tqdm(desc=words, total=len(waiting), mininterval=BAR_INTERVAL, leave=False, disable=RANK > 0)
     while waiting or playing:
         while waiting and idle:
             player = idle.pop()
@@ -940,10 +930,10 @@ def evaluate(policy, players, seeds, act=act) -> list[dict]:
         for player, caption, step in zip(list(playing), captions, steps, strict=True):
             count = counts[player]
             count["invalid"] += step.action is None
-            count["tokens"] += int(step.mask.sum())
-            if caption is not None:
+            count["tokens"] += len(step.tokens)
+            if caption is not None:  # the toy was taught to say it as its thought
                 count["captions"] += 1
-                count["true"] += json.dumps(caption) in step.response  # the toy's thought is the caption
+                count["true"] += json.dumps(caption) in step.response
             if step.done:
                 episodes.append(player.result() | count)
                 playing.remove(player)
@@ -972,40 +962,43 @@ def summary(episodes) -> dict[str, float]:
 # ---------------------------------------------------------------------------- the log and the checkpoint
 
 
-def charts(policy, rollout: Rollout, losses, times, episodes) -> dict:
-    """What the log keeps of an update: means over `episodes`, this process's rollout, its losses."""
+def charts(policy, players, steps, losses, times, episodes) -> dict:
+    """What the log keeps of an update: means over `episodes`, this process's steps, its losses."""
 
     def mean(key):
         return np.mean([episode[key] for episode in episodes]).item() if episodes else None
 
-    flagged = not episodes or any(episode["flagged"] for episode in episodes)
-    steps = rollout.steps
-    was_cut = ~torch.isin(rollout.tokens, policy.stop_ids).any(1)  # (B,) by max_new_tokens
+    # A world may tell its flag only at the end of an episode.
+    flagged = any("success" in player.info for player in players)
+    flagged = flagged or any(episode["flagged"] for episode in episodes)
+    cut = [step.tokens[-1] not in policy.stop_ids for step in steps]  # by max_new_tokens
     row = {
         "charts/success_rate" if flagged else "charts/positive_return": mean("success"),
         "charts/episodic_return": mean("return"),
         "charts/episodic_length": mean("length"),
         "charts/invalid_action_rate": np.mean([step.action is None for step in steps]).item(),
-        "charts/cut_share": was_cut.float().mean().item(),
-        "charts/response_length": rollout.mask.sum(1).float().mean().item(),
+        "charts/cut_share": np.mean(cut).item(),
+        "charts/response_length": np.mean([len(step.tokens) for step in steps]).item(),
     }
     row |= {f"losses/{name}": x for name, x in losses.items()}
     row["charts/env_steps_per_second"] = len(steps) * WORLD_SIZE / (times[-1] - times[0])
     row["time/collect"], row["time/score"], row["time/update"] = np.diff(times).tolist()
-    if torch.cuda.is_available():
+    if policy.args.device.startswith("cuda"):
         row["gpu/max_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
 
     # Two samples: the first step, and the next whose response did not parse, or else simply the next.
     invalid = [step for step in steps[1:] if step.action is None]
     row["samples"] = []
     for step in [steps[0], *(invalid or steps[1:])][:2]:
-        sample = {"prompt": step.question, "response": step.response}
+        prompt = policy.tokenizer.decode(step.prompt["input_ids"][0], skip_special_tokens=True)
+        sample = {"prompt": prompt, "response": step.response}
         row["samples"].append(sample | {"action": step.action, "reward": step.reward})
     return row
 
 
 COLUMNS = {  # of the line that is printed after an update
     "success": "charts/success_rate",
+    "ret > 0": "charts/positive_return",
     "return": "charts/episodic_return",
     "invalid": "charts/invalid_action_rate",
     "entropy": "losses/entropy",
@@ -1015,15 +1008,23 @@ COLUMNS = {  # of the line that is printed after an update
 }
 
 
+def say(text):
+    """Print a line, above the progress bar; one process speaks."""
+    if RANK == 0:
+        tqdm.write(text)
+        sys.stdout.flush()
+
+
 def write_row(folder: Path, row: dict, args: Args):
     """A row of log.jsonl, its line on the screen, and its numbers for Weights & Biases if asked."""
     if RANK > 0:
         return
     u = row["update"]
+    columns = {name: key for name, key in COLUMNS.items() if key in row}  # success, or the positive return
     if u % 10 == 1:
-        say("   steps" + "".join(f"{name:>9}" for name in COLUMNS))
+        say("   steps" + "".join(f"{name:>9}" for name in columns))
     if u > 0:
-        numbers = [row.get(key) for key in COLUMNS.values()]
+        numbers = [row[key] for key in columns.values()]
         cells = ["-" if x is None else f"{x:.3f}" for x in numbers]
         say(f"{row['global_step']:>8}" + "".join(f"{cell:>9}" for cell in cells))
     evaluation = [f"{key[5:]} {x:.3g}" for key, x in row.items() if key.startswith("eval/")]
@@ -1037,9 +1038,7 @@ def write_row(folder: Path, row: dict, args: Args):
         if wandb.run is None:
             wandb.init(project="vldac", name=folder.name, config=vars(args))
         numbers = {key: x for key, x in row.items() if key not in ("samples", "episodes")}
-        rows = [list(sample.values()) for sample in row.get("samples", [])]
-        table = wandb.Table(columns=["prompt", "response", "action", "reward"], data=rows)
-        wandb.log(numbers | {"samples": table}, step=row["global_step"])
+        wandb.log(numbers, step=row["global_step"])
 
 
 def save_adapter(policy, folder: Path):
@@ -1052,48 +1051,63 @@ def save_adapter(policy, folder: Path):
     os.replace(building, folder)
 
 
+def trainable_weights(policy) -> dict[str, torch.Tensor]:
+    """LoRA and the value head, by name."""
+    return {name: p for name, p in policy.named_parameters() if p.requires_grad}
+
+
 def save_checkpoint(folder: Path, policy, optimizer, players, **state):
     """checkpoint.pt: all that a run needs to go on, replaced in one piece."""
-    names = ("seed", "actions", "episode", "counts", "ended")
+    names = ("seed", "actions", "episode", "uncounted")
     all_players = gather([{name: getattr(player, name) for name in names} for player in players])
     if RANK > 0:
         return
-    weights = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-    state |= {"players": all_players, "weights": weights, "optimizer": optimizer.state_dict()}
+    state |= {"players": all_players, "weights": trainable_weights(policy)}
+    state |= {"optimizer": optimizer.state_dict()}
     state["log_bytes"] = (folder / "log.jsonl").stat().st_size
     torch.save(state, folder / "checkpoint.tmp")
     os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")
 
 
-def load_checkpoint(folder: Path, policy, optimizer, players):
-    """Bring all these, and the log, to where they were when it was saved. Returns update, best, recent."""
-    state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+def load_weights(folder: Path, policy) -> dict:
+    """Put a checkpoint's weights into the policy. Returns the checkpoint; UserError if they do not fit."""
+    path = folder / "checkpoint.pt"
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    differing = state["weights"].keys() ^ trainable_weights(policy).keys()
+    if differing:
+        raise envs.UserError(f"{path} is of another model: only one of the two has {min(differing)}")
+    policy.load_state_dict(state["weights"], strict=False)  # they are not all: the rest is the base model
+    return state
+
+
+def load_checkpoint(folder: Path, policy, optimizer, players) -> dict:
+    """Bring a run, and its log, to where it was when it was saved. Returns the checkpoint."""
+    state = load_weights(folder, policy)
+    optimizer.load_state_dict(state["optimizer"])
     if RANK == 0:  # what was logged after the checkpoint, half a row perhaps, will be logged again
         os.truncate(folder / "log.jsonl", state["log_bytes"])
-    policy.load_state_dict(state["weights"], strict=False)  # they are not all: the rest is the base model
-    optimizer.load_state_dict(state["optimizer"])
     for player in players:
         saved = state["players"][player.index]
         player.reset(saved["seed"])
         for action in saved["actions"]:  # play the episode again
             player.step(action)
-        player.episode, player.counts, player.ended = saved["episode"], saved["counts"], saved["ended"]
-    return state["update"], state["best"], state["recent"]
+        player.episode, player.uncounted = saved["episode"], saved["uncounted"]
+    return state
 
 
 # -------------------------------------------------------------------------------------------- the options
 
-COUNTS = ["total_timesteps", "num_envs", "num_steps", "num_images", "max_image_tokens", "max_new_tokens"]
-COUNTS += ["minibatch_size", "micro_batch_size", "update_epochs", "lora_rank", "lora_alpha"]
-COUNTS += ["max_episode_steps"]
+MAY_BE_ZERO = {"seed", "value_warmup", "eval_episodes", "eval_every"}  # of the options that count something
 # Options that may differ when a run is resumed.
 MAY_CHANGE = {"device", "micro_batch_size", "gradient_checkpointing", "env_timeout", "track", "resume"}
 
 
 def load_args(folder, options=Args) -> Args:
-    """The options of a run, from its args.json."""
-    args = options(**json.loads(Path(folder, "args.json").read_text()))
-    if args.model == "base":  # the toy, which a run keeps in its own folder, so that it can be moved
+    """The options of a run, from its args.json; those that only another program has are left out."""
+    saved = json.loads(Path(folder, "args.json").read_text())
+    names = {option.name for option in dataclasses.fields(options)}
+    args = options(**{name: x for name, x in saved.items() if name in names})
+    if args.model == "tiny":  # a run keeps its toy in its own folder, so that it can be moved
         args.model = str(Path(folder, "base"))
     return args
 
@@ -1101,12 +1115,10 @@ def load_args(folder, options=Args) -> Args:
 def mistakes(args: Args) -> list[str]:
     """What a person mistyped, in words, before a model is loaded."""
     found = []
-    for name in COUNTS:
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            found.append(f"--{name} must be at least 1")
-    for name in ("seed", "value_warmup", "eval_episodes", "eval_every"):
-        if getattr(args, name) < 0:
-            found.append(f"--{name} must be at least 0")
+    for name, x in vars(args).items():
+        least = 0 if name in MAY_BE_ZERO else 1
+        if type(x) is int and x < least:
+            found.append(f"--{name} must be at least {least}")
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(args, name) <= 1:
             found.append(f"--{name} must be between 0 and 1")
@@ -1121,8 +1133,6 @@ def mistakes(args: Args) -> list[str]:
         found.append(f"--num_envs and --minibatch_size must be multiples of the {WORLD_SIZE} processes")
     if args.track and find_spec("wandb") is None:
         found.append("--track needs Weights & Biases: pip install wandb")
-    if args.adapter and not Path(args.adapter, "adapter_config.json").exists():
-        found.append(f"--adapter {args.adapter} is not a folder with an adapter_config.json")
     if args.model != "tiny":
         try:
             AutoConfig.from_pretrained(args.model)
@@ -1135,7 +1145,9 @@ def mistakes(args: Args) -> list[str]:
 def parse_args(argv=None, options=Args, saved=None) -> Args:
     """The options: command line > `saved`, or the run that is resumed > the world > the toy > Args."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = HfArgumentParser(options, description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    about = sys.modules[options.__module__].__doc__
+    looks = {"description": about, "usage": "%(prog)s [options]", "formatter_class": formatter}
+    parser = HfArgumentParser(options, allow_abbrev=False, **looks)
     source = inspect.getsource(Args) + inspect.getsource(options)
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
     for action in parser._actions:
@@ -1152,11 +1164,22 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
         device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
         model = given.model or ("Qwen/Qwen2-VL-7B-Instruct" if device.startswith("cuda") else "tiny")
         world = given.env.removeprefix("vldac/").removesuffix("-v0")  # also by its full Gymnasium id
-        changes = (TOY if model == "tiny" else {}) | WORLDS.get(world, {})
+        changes = WORLDS.get(world, {})
+        if model == "tiny":
+            changes = TOY | changes | {"gradient_checkpointing": False}
         parser.set_defaults(**changes, device=device, model=model)
+    if given.adapter:
+        try:
+            adapter = json.loads(Path(given.adapter, "adapter_config.json").read_text())
+        except OSError as error:
+            parser.error(f"--adapter {given.adapter} is not the folder of an adapter: {error}")
+        lora = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"]}
+        parser.set_defaults(**lora)
     args = options(**vars(parser.parse_args(argv)))
     if args.dtype == "auto":
         args.dtype = "bfloat16" if args.device.startswith("cuda") else "float32"
+    if given.adapter and lora != {name: getattr(args, name) for name in lora}:
+        parser.error(f"--adapter {given.adapter} has another rank or alpha: {lora}")
     if given.resume:
         for name in vars(args).keys() - MAY_CHANGE:
             if getattr(args, name) != getattr(saved, name):
@@ -1173,86 +1196,49 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
 
 
 def toy_folder(args: Args) -> Path:
-    """The folder of the toy for these options; assets/toy.py writes it on first use, then it is cached."""
+    """The folder of the toy for these options, which assets/toy.py writes where it is not there yet."""
     script = Path(__file__).parent / "assets" / "toy.py"
     if not script.exists():
         raise envs.UserError(f"the toy model needs {script}; without it, give a --model")
-    # All that the lesson depends on is in the name of the folder.
-    names = ["env", "seed", "split", "num_envs", "num_images", "max_image_tokens", "max_new_tokens"]
-    parts = [getattr(args, name) for name in [*names, "max_episode_steps"]]
-    parts += [script.read_text(), torch.__version__, transformers.__version__]
-    parts += [inspect.getsource(x) for x in (envs, build_prompt, Player, VLMPolicy)]
-    if ":" in args.env:
-        parts.append(inspect.getsource(sys.modules[args.env.partition(":")[0]]))
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vldac"
-    folder = cache / f"{re.sub(r'[^A-Za-z0-9]+', '-', args.env)}-{key}"
-    if not folder.exists():
-        environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}  # torchrun's: the script is alone
-        options = {option.name: getattr(args, option.name) for option in dataclasses.fields(Args)}
-        command = [sys.executable, script, folder, json.dumps(options)]
-        subprocess.run(command, env=environment, check=True)
-    return folder
+    sys.path.append(str(script.parent))
+    return importlib.import_module("toy").cached_folder(args)
+
+
+def commit() -> str:
+    """The commit of this code, "-dirty" if it was changed since, "unknown" outside a repository."""
+    if shutil.which("git") is None:
+        return "unknown"
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def open_run(args: Args) -> Path:
     """The run's folder with args.json, and with the toy model in base/: a new one, or that of --resume."""
     if args.resume:
+        program = json.loads(Path(args.resume, "args.json").read_text())["program"]
+        if program != args.program:
+            raise envs.UserError(f"--resume {args.resume} is a run of {program}")
         return Path(args.resume)
     name = args.run_name or re.sub(r"[^\w.-]+", "-", f"{args.env}-{Path(args.model).name}-{args.seed}")
     toy = toy_folder(args) if args.model == "tiny" else None
-    folder, count = Path(args.runs_dir, name), 1
-    while folder.exists():  # a taken name gets -2, -3 ...
-        count += 1
-        folder = Path(args.runs_dir, f"{name}-{count}")
-    folder.mkdir(parents=True)
-    options = vars(args).copy()
+    for number in itertools.count(1):
+        folder = Path(args.runs_dir, f"{name}-{number}" if number > 1 else name)
+        try:
+            folder.mkdir(parents=True)
+            break
+        except FileExistsError:  # a taken name gets -2, -3 ...
+            continue
+    saved = {"program": args.program, "commit": commit(), **vars(args)}
     if toy:
         shutil.copytree(toy, folder / "base")
         args.model = str(folder / "base")
-        options["model"] = "base"
-    (folder / "args.tmp").write_text(json.dumps(options, indent=1))
+    (folder / "args.tmp").write_text(json.dumps(saved, indent=1))
     os.replace(folder / "args.tmp", folder / "args.json")  # last: a folder with args.json is complete
     return folder
 
 
-# --------------------------------------------------------- appendix: RL4VLM, which VL-DAC is compared with
-
-
-def rl4vlm_loss(newlogprobs, logprobs, advantages, weights, clip_coef):
-    """RL4VLM (Zhai et al. 2024, arXiv 2405.10292): one ratio per environment step instead of one per token.
-
-    log pi(a_t | s_t) = lambda * sum of log p over the thought + sum of log p over the rest
-    weights (B, R): lambda on the thought's tokens, 1 on the others, 0 where masked; the rest as policy_loss.
-
-    >>> lp = torch.tensor([[math.log(1.5), math.log(1.2)]])  # ratio 1.5^0.5 * 1.2 = 1.47, clipped at 1.2
-    >>> rl4vlm_loss(lp, torch.zeros(1, 2), torch.tensor([2.0]), torch.tensor([[0.5, 1.0]]), clip_coef=0.2)
-    tensor(-2.4000)
-    """
-    new = (newlogprobs.masked_fill(weights == 0, 0) * weights).sum(1, keepdim=True)  # (B, 1)
-    old = (logprobs.masked_fill(weights == 0, 0) * weights).sum(1, keepdim=True)  # (B, 1)
-    return policy_loss(new, old, advantages, torch.ones_like(new), clip_coef)  # a response is one token
-
-
-def thought_weights(policy, tokens, mask):
-    """Lambda on the thought's tokens, 1 on the others, 0 where masked: (B, R).
-
-    The thought ends before the token in which the last "action" key begins; without a key all is thought.
-    """
-    weights = mask.float()
-    for b, text in enumerate(policy.decode(tokens, mask)):
-        keys = list(ACTION_KEY.finditer(text))
-        for r in range(int(mask[b].sum())):
-            text_so_far = policy.tokenizer.decode(tokens[b, : r + 1])
-            if keys and len(text_so_far) > keys[-1].start():
-                break
-            weights[b, r] *= policy.args.thought_coef
-    return weights
-
-
 # --------------------------------------------------------------------------------------------- the program
-
-PROGRAM = "python vldac.py" if WORLD_SIZE == 1 else f"torchrun --nproc_per_node={WORLD_SIZE} vldac.py"
 
 
 def refuse(error):
@@ -1262,33 +1248,14 @@ def refuse(error):
     raise SystemExit(2) from None
 
 
-def beginning(player, seed):
-    """What is shown and paid until the first step of an episode has been played."""
-    player.reset(seed)
-    first = player.observations[-1]
-    reward, _ = player.step(player.info["actions"][0])
-    second = player.observations[-1]
-    texts = player.task, first["text"], second["text"]
-    return texts, first["image"].tobytes(), second["image"].tobytes(), reward
-
-
-def check_world(args: Args):
-    """A world that does not work, or ignores its seed, shows before a model is loaded."""
-    player = Player(args)
-    player.reset(0)
-    player.step(None)
-    if isinstance(player.env, envs.Checked):  # not one of ours
-        for seed in range(8):
-            if beginning(player, seed) != beginning(player, seed):
-                words = "reset must call super().reset(seed=seed), and all chance come from self.np_random"
-                raise envs.UserError(f"--env {args.env}: two episodes of seed {seed} differ: {words}")
-    player.env.close()
-
-
-def main(argv=None):
-    args, folder = parse_args(argv), None
+def main(argv=None, options=Args, train=train):
+    """The program. Another algorithm has options of its own, and a function (args, folder) that trains."""
+    folder = None
+    launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc_per_node={WORLD_SIZE}"
+    resume = f"{launcher} {options.program} --resume"
     try:
-        check_world(args)
+        args = parse_args(argv, options)
+        envs.check_world(Player(args).env, args.env_timeout)  # before a model is loaded
         if RANK == 0:
             folder = open_run(args)  # it may teach the toy, so it comes before the others are joined
         if WORLD_SIZE > 1:
@@ -1298,9 +1265,9 @@ def main(argv=None):
             # The processes wait for each other as long as the toy's lesson or an update may take.
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(days=1))
             folder, args = gather([(folder, args)])[0]
-        changed = [f"{name} {x}" for name, x in vars(args).items() if x != getattr(Args(), name)]
+        changed = [f"{name} {x}" for name, x in vars(args).items() if x != getattr(options(), name)]
         say(f"{folder}: not at their defaults are {', '.join(changed)}")
-        say(f"to go on after any stop: {PROGRAM} --resume {folder}")
+        say(f"to go on after any stop: {resume} {folder}")
         say("success and return are shown once every player has ended an episode from its start")
         train(args, folder)
         say(f"to look at it: python eval.py page {folder}")
@@ -1309,7 +1276,7 @@ def main(argv=None):
     except envs.UserError as error:
         refuse(error)
     except KeyboardInterrupt:
-        raise SystemExit(f"stopped; to go on: {PROGRAM} --resume {folder}" if folder else "stopped") from None
+        raise SystemExit(f"stopped; to go on: {resume} {folder}" if folder else "stopped") from None
 
 
 if __name__ == "__main__":

@@ -3,14 +3,15 @@
 What VL-DAC is compared with: K episodes from the same start; an episode's advantage is its return less the
 mean of the others', and all its tokens share it; no critic. KL term and cosine are VL-DAC's, as in its paper.
 
-    python assets/loop.py --env OneRoom    takes vldac.py's options and --group_size; no --resume, one process
+    python assets/loop.py --env OneRoom    takes vldac.py's options and --group_size; one process
 """
 
+import itertools
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar
 
 import torch
 
@@ -23,8 +24,14 @@ import vldac  # noqa: E402
 class Args(vldac.Args):
     """The options of vldac.py, and one more."""
 
-    algo: Literal["loop"] = "loop"
+    program: ClassVar[str] = "assets/loop.py"
     group_size: int = 4  # K
+    vf_coef: float = 0.0  # there is no critic
+
+    def __post_init__(self):
+        if self.num_envs % self.group_size or vldac.WORLD_SIZE > 1:
+            words = "--num_envs must be a multiple of --group_size, and there must be one process"
+            raise vldac.envs.UserError(words)
 
 
 def leave_one_out(returns):
@@ -43,7 +50,7 @@ def loop_loss(newlogprobs, logprobs, advantages, weights, clip_coef):
     """LOOP's token-level surrogate (Eq. 10), its ratio clipped to [1/(1+c), 1+c], to minimise.
 
     advantages  (B,)   of the step's episode
-    weights     (B, R) from `choose`: the mean over steps is one over episodes of means over their tokens
+    weights     (B, R) such that the mean over steps is one over episodes of means over their tokens
 
     >>> lp, one = torch.zeros(1, 1), torch.ones(1, 1)
     >>> loop_loss(lp - 1.0, lp, torch.tensor([-1.0]), one, clip_coef=0.25)  # exp(-1), clipped at 1 / 1.25
@@ -59,7 +66,8 @@ def collect(policy, players, args, update) -> list[list[vldac.Step]]:
     """An episode of every player; K players in a row begin on the same seed."""
     for player in players:
         player.reset(vldac.training_seed(args.seed, player.index // args.group_size, update))
-    episodes, playing = [[] for _ in players], list(players)
+    episodes = [[] for _ in players]
+    playing = list(players)
     while playing:
         for player, step in zip(list(playing), vldac.act(policy, playing), strict=True):
             episodes[player.index].append(step)
@@ -68,68 +76,80 @@ def collect(policy, players, args, update) -> list[list[vldac.Step]]:
     return episodes
 
 
-def choose(policy, episodes, args) -> vldac.Rollout | None:
-    """The episodes of the groups whose returns differ, as a rollout; None if there are none."""
+def make_minibatches(policy, episodes, args) -> list[list[vldac.MicroBatch]]:
+    """The steps of the groups whose returns differ, scored, with advantages and weights; perhaps none."""
     returns = torch.tensor([sum(step.reward for step in episode) for episode in episodes])  # not discounted
-    advantages = leave_one_out(returns.view(-1, args.group_size))  # not divided by their deviation
-    useful = (advantages.abs() >= 0.01).any(1).repeat_interleave(args.group_size).tolist()
-    kept = [k for k, episode in enumerate(episodes) if useful[k] for _ in episode]  # (B,) a step's episode
-    if not kept:
-        return None
-    steps = [step for k, episode in enumerate(episodes) if useful[k] for step in episode]
-    rollout = vldac.Rollout(steps, last_prompts=[], episodes=[])
-    rollout.logprobs, values = vldac.score(policy, rollout.prompts, rollout.tokens, rollout.mask)
-    with policy.peft_model.disable_adapter():
-        rollout.baselogprobs, _ = vldac.score(policy, rollout.prompts, rollout.tokens, rollout.mask)
-    rollout.returns = torch.zeros_like(values)  # there is no critic
-    rollout.advantages = advantages.flatten()[kept].to(values)
-    tokens = torch.zeros(len(episodes)).index_add(0, torch.tensor(kept), rollout.mask.sum(1).float().cpu())
-    weights = len(kept) / len(episodes) / tokens[kept]  # (B,)
-    rollout.weights = rollout.mask * weights.to(values)[:, None]
-    return rollout
+    advantages = leave_one_out(returns.view(-1, args.group_size))  # (G, K), not divided by their deviation
+    useful = (advantages.abs() >= 0.01).any(1).repeat_interleave(args.group_size)
+    steps, step_advantages, step_tokens = [], [], []
+    for episode, advantage, kept in zip(episodes, advantages.flatten(), useful, strict=True):
+        if kept:
+            steps += episode
+            step_advantages += [advantage.item()] * len(episode)
+            step_tokens += [sum(len(step.tokens) for step in episode)] * len(episode)  # of its episode
+    if not steps:
+        return []
+
+    minibatches = vldac.make_minibatches(steps, args)
+    step_advantages = torch.tensor(step_advantages, device=args.device)  # (B,)
+    weights = len(steps) / len(episodes) / torch.tensor(step_tokens, device=args.device)  # (B,)
+    for micro in itertools.chain(*minibatches):
+        values = vldac.score(policy, micro)
+        micro.returns = torch.zeros_like(values)  # of no account: the value loss has the weight 0
+        micro.advantages = step_advantages[micro.rows]
+        micro.weights = micro.mask * weights[micro.rows][:, None]  # (B, R)
+    return minibatches
 
 
-def main(argv=None):
-    args = vldac.parse_args(argv, Args)
-    if args.num_envs % args.group_size or args.resume:
-        raise SystemExit("--num_envs must be a multiple of --group_size, and there is no --resume")
-    args.vf_coef = 0.0
-    vldac.check_world(args)
-    folder = vldac.open_run(args)
+def train(args, folder):
+    """A whole training, as long as the budget holds another update of VL-DAC's size."""
     players = [vldac.Player(args, index) for index in range(args.num_envs)]
+    eval_players = [vldac.Player(args) for _ in range(min(args.num_envs, args.eval_episodes))]
     vldac.set_seed(args.seed)
     policy = vldac.VLMPolicy(args)
     optimizer = vldac.make_optimizer(policy, args)
     unit = args.num_envs * args.num_steps  # environment steps of an update of VL-DAC: the schedule's unit
     num_updates = args.total_timesteps // unit
-    step, update, recent, row = 0, 0, [], {}
-    while True:
-        done = step + unit > args.total_timesteps
-        if args.eval_episodes and (update == 0 or done):
-            result = vldac.summary(vldac.evaluate(policy, players, range(args.eval_episodes)))
-            row |= {f"eval/{name}": x for name, x in result.items()}
-        vldac.write_row(folder, {"update": update, "global_step": step} | row, args)
-        if done:
-            break
+    first, step, recent = 0, 0, []
+    if (folder / "checkpoint.pt").exists():
+        state = vldac.load_checkpoint(folder, policy, optimizer, players=[])
+        first, step, recent = state["update"] + 1, state["step"], state["recent"]
 
-        rate = vldac.cosine(step // unit, num_updates, args.learning_rate, args.final_learning_rate)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        vldac.set_seed(vldac.training_seed(args.seed, 0, update))
-        times = [time.perf_counter()]
-        episodes = collect(policy, players, args, update)
-        times.append(time.perf_counter())
-        rollout = choose(policy, episodes, args)
-        times.append(time.perf_counter())
-        losses = vldac.update(policy, optimizer, rollout, args, surrogate=loop_loss) if rollout else {}
-        times.append(time.perf_counter())
-        results = [player.result() for player in players]
-        recent = (recent + results)[-100:]
-        played = vldac.Rollout([step for episode in episodes for step in episode], [], results)
-        row = {"episodes": results, "charts/learning_rate": rate}
-        row |= vldac.charts(policy, played, losses, times, recent)
-        step, update = step + len(played.steps), update + 1
+    for u in itertools.count(first):
+        if u > 0 and step + unit > args.total_timesteps:
+            break
+        row = {"update": u}
+        if u > 0:
+            rate = vldac.cosine(step // unit, num_updates, args.learning_rate, args.final_learning_rate)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            vldac.set_seed(vldac.training_seed(args.seed, 0, u))
+            times = [time.perf_counter()]
+            episodes = collect(policy, players, args, u)
+            times.append(time.perf_counter())
+            minibatches = make_minibatches(policy, episodes, args)
+            times.append(time.perf_counter())
+            losses = {}
+            if minibatches:
+                losses = vldac.update(policy, optimizer, minibatches, args, surrogate=loop_loss)
+            times.append(time.perf_counter())
+            row["episodes"] = [player.result() for player in players]
+            recent = (recent + row["episodes"])[-100:]
+            steps = list(itertools.chain(*episodes))
+            row |= vldac.charts(policy, players, steps, losses, times, recent)
+            row["charts/learning_rate"] = rate
+            step += len(steps)
+        row["global_step"] = step
+        if args.eval_episodes and (u == 0 or step + unit > args.total_timesteps):
+            result = vldac.summary(vldac.evaluate(policy, eval_players, range(args.eval_episodes)))
+            row |= {f"eval/{name}": x for name, x in result.items()}
+        vldac.write_row(folder, row, args)
+        vldac.save_checkpoint(folder, policy, optimizer, players=[], update=u, step=step, recent=recent)
     vldac.save_adapter(policy, folder / "adapter")
+
+
+def main(argv=None):
+    vldac.main(argv, Args, train)
 
 
 if __name__ == "__main__":

@@ -53,13 +53,18 @@ class Still(gym.Env):
 gym.register("Still-v0", Still)
 
 
+def clock(device):
+    """Seconds of the processor where that does the work, as others may share it; else of the wall clock."""
+    return time.process_time() if device == "cpu" else time.perf_counter()
+
+
 def lengthen(policy, players, length) -> int:
     """Give the simulators words until every prompt has `length` tokens; the number it then has."""
     for count in itertools.count():
         for player in players:
             player.env.unwrapped.words = " a" * count
             player.step(None)
-        tokens = policy.encode(*players[0].prompt())["input_ids"].shape[1]
+        tokens = policy.encode(*players[0].turn())["input_ids"].shape[1]
         if len(players[0].observations) == players[0].args.num_images and tokens >= length:
             return tokens
 
@@ -74,15 +79,15 @@ def speed_of_vldac(args, setting) -> str:
     tokens = lengthen(policy, players, setting["prompt"])
     for num_steps in (2, setting["steps"] // args.num_envs):  # the first is not counted
         args.num_steps = num_steps
-        times = [time.perf_counter()]
-        rollout = vldac.collect(policy, players, args)
-        times.append(time.perf_counter())
-        vldac.compute_advantages(policy, rollout, args)
-        times.append(time.perf_counter())
-        losses = vldac.update(policy, optimizer, rollout, args, value_only=False)
-        times.append(time.perf_counter())
-    steps = args.num_envs * num_steps
-    ms = 1e3 * np.diff(times) / steps
+        times = [clock(args.device)]
+        steps, last_prompts, _ = vldac.collect(policy, players, args)
+        times.append(clock(args.device))
+        minibatches = vldac.make_minibatches(steps, args)
+        vldac.compute_advantages(policy, steps, last_prompts, minibatches, args)
+        times.append(clock(args.device))
+        losses = vldac.update(policy, optimizer, minibatches, args)
+        times.append(clock(args.device))
+    ms = 1e3 * np.diff(times) / len(steps)
     words = f"{1e3 / ms.sum():.2f} environment steps per second; ms each: collect {ms[0]:.1f}, "
     words += f"score {ms[1]:.1f}, update {ms[2]:.1f}; prompt {tokens} tokens"
     words += f", ratio_first {losses['ratio_first']:.0e}"
@@ -104,25 +109,27 @@ def speed_of_trl(args, setting) -> str:
     tokens = lengthen(policy, [player], setting["prompt"])
     steps, rows = setting["steps"], []
     for _ in range(2 * steps // 16):
-        messages, [frame] = player.prompt()
+        messages, [frame] = player.turn()
         rows.append({"prompt": messages, "image": Image.fromarray(frame)})
         player.step(None)
     warm, times = 4, []  # optimizer steps that are not counted
+    bf16 = args.dtype == "bfloat16"
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_, **__):
-            times.append(time.perf_counter())
+            times.append(clock(args.device))
 
     with tempfile.TemporaryDirectory() as folder:
         config = trl.GRPOConfig(
             folder, per_device_train_batch_size=args.micro_batch_size, num_generations=16, num_iterations=2,
-            gradient_accumulation_steps=16 // args.micro_batch_size, beta=0.05, top_k=0, bf16=False,
+            gradient_accumulation_steps=16 // args.micro_batch_size, beta=0.05, top_k=0, bf16=bf16,
             max_completion_length=args.max_new_tokens, use_cpu=args.device == "cpu", disable_tqdm=True,
             generation_kwargs={"min_new_tokens": args.max_new_tokens}, gradient_checkpointing=False,
             max_steps=warm + 2 * steps // 16, save_strategy="no", logging_strategy="no", report_to="none",
         )  # fmt: skip
         trainer = trl.GRPOTrainer(
-            model=AutoModelForImageTextToText.from_pretrained(args.model), args=config, callbacks=[Clock()],
+            model=AutoModelForImageTextToText.from_pretrained(args.model, dtype=args.dtype), args=config,
+            callbacks=[Clock()],
             processing_class=vldac.load_processor(args.model, args.max_image_tokens),
             reward_funcs=lambda completions, **_: [random.random() for _ in completions],
             train_dataset=datasets.Dataset.from_list(rows),
@@ -141,8 +148,6 @@ def main(*words):
     for values in itertools.product(*lists.values()):
         setting = {key: type(SETTING[key])(x) for key, x in zip(lists, values, strict=True)}
         cpu = setting["device"] == "cpu"
-        if cpu:
-            time.perf_counter = time.process_time
         torch.set_num_threads(setting["threads"])
         torch.manual_seed(0)
         with tempfile.TemporaryDirectory() as folder:

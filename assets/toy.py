@@ -3,7 +3,7 @@
     python assets/toy.py FOLDER OPTIONS
 
 writes an ordinary model folder, a Qwen2-VL with processor and tokenizer, for `vldac.py --model FOLDER`.
-OPTIONS are those of vldac.Args, as JSON. `vldac.py --model tiny` runs this once and caches the folder.
+OPTIONS are some of vldac.Args, as JSON. `vldac.py --model tiny` runs this once and caches the folder.
 
 The toy is built from nothing and taught one world by imitation of (frame, caption, action) examples: to say
 the true caption as its thought, and an action that is uniformly random but for the world's hint every fourth
@@ -11,9 +11,13 @@ time. So it sees and speaks, and plays badly. The reinforcement learning sees no
 """
 
 import dataclasses
+import hashlib
+import inspect
 import json
 import os
 import random
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,11 +25,13 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), os.getcwd()]
 
+import envs  # noqa: E402
 import vldac  # noqa: E402
 
 FIXED_THOUGHT = "let me see"  # in a world without captions
@@ -46,10 +52,17 @@ class Example:
     caption: str
     hint: str | None
     actions: list[str]
+    task: str
 
     def response(self, rng) -> str:
-        action = self.hint if self.hint and rng.random() < 0.25 else rng.choice(self.actions)
+        action = self.hint
+        if not self.hint or rng.random() >= 0.25:
+            action = envs.random_action(self.actions, self.task, rng)
         return json.dumps({"thoughts": self.caption, "action": action})
+
+
+def progress(what, total):
+    return tqdm(desc=what, total=total, mininterval=vldac.BAR_INTERVAL, leave=False)
 
 
 def play(args, count, seed) -> list[Example]:
@@ -59,13 +72,13 @@ def play(args, count, seed) -> list[Example]:
     for player in players:
         player.reset(rng.randrange(2**30, 2**31))
     examples = []
-    with vldac.Progress(f"collecting examples of {args.env}", count) as bar:
+    with progress(f"collecting examples of {args.env}", count) as bar:
         while len(examples) < count:
             for player in players:
                 actions, hint = player.info["actions"], player.describe("hint")
                 caption = player.describe("caption") or FIXED_THOUGHT
-                examples.append(Example(player.prompt(), caption, hint, actions))
-                action = hint if hint and rng.random() < 0.5 else rng.choice(actions)
+                examples.append(Example(player.turn(), caption, hint, actions, player.task))
+                action = hint if hint and rng.random() < 0.5 else player.random_action(rng)
                 # Steps without an action: what follows a response that did not parse must be known too.
                 _, done = player.step(None if rng.random() < 0.15 else action)
                 if done:
@@ -115,12 +128,12 @@ def build_model(tokenizer) -> Qwen2VLForConditionalGeneration:
     return model
 
 
-def judge(policy, examples) -> tuple[float, float]:
+def quality(policy, examples) -> tuple[float, float]:
     """The shares of sampled responses that parse, and of thoughts that equal the caption."""
     parsed, true = 0, 0
     for k in range(0, len(examples), 64):
         some = examples[k : k + 64]
-        responses = policy.decode(*policy.sample([example.prompt for example in some]))
+        responses = policy.decode(policy.sample([example.prompt for example in some]))
         for example, response in zip(some, responses, strict=True):
             parsed += vldac.parse_action(response, example.actions) is not None
             true += json.dumps(example.caption) in response
@@ -141,7 +154,7 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
     for part in (build_model(tokenizer), tokenizer, Qwen2VLImageProcessorPil(size=pixels)):
         part.save_pretrained(folder)
 
-    args = dataclasses.replace(args, model=str(folder), adapter=None, device="cpu", dtype="float32")
+    args = dataclasses.replace(args, model=str(folder), device="cpu", dtype="float32", value_hidden=[])
     policy = vldac.VLMPolicy(args)
     policy.peft_model.base_model.disable_adapter_layers()  # the model itself is taught
     for name, parameter in policy.vlm.named_parameters():
@@ -155,7 +168,7 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
     optimizer = torch.optim.AdamW([p for p in policy.vlm.parameters() if p.requires_grad], fused=True)
 
     for number in range(rounds):
-        with vldac.Progress("teaching", steps) as bar:
+        with progress("teaching", steps) as bar:
             for step in range(steps):
                 rate = vldac.cosine(step, steps, 2e-3, 1e-5)
                 optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / 50)
@@ -163,25 +176,50 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
                 ids = [tokenizer(e.response(rng)).input_ids + policy.stop_ids.tolist() for e in batch]
                 tokens = pad_sequence([torch.tensor(row) for row in ids], batch_first=True)
                 mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in ids], batch_first=True)
-                logprobs, _, _ = policy([example.prompt for example in batch], tokens, mask)
+                logprobs, _ = policy([example.prompt for example in batch], tokens, mask)
                 optimizer.zero_grad()
                 (-vldac.step_mean(logprobs, mask)).backward()
                 torch.nn.utils.clip_grad_norm_(policy.vlm.parameters(), 1.0)
                 optimizer.step()
                 bar.update()
-        parsed, true = judge(policy, held_out)
-        quality = f"{parsed:.3f} of its responses parse, {true:.3f} of its thoughts are true"
-        print(f"after {(number + 1) * steps} steps, {quality} (wanted: 0.98, 0.93)", flush=True)
+        parsed, true = quality(policy, held_out)
+        words = f"{parsed:.3f} of its responses parse, {true:.3f} of its thoughts are true"
+        print(f"after {(number + 1) * steps} steps, {words} (wanted: 0.98, 0.93)", flush=True)
         if parsed >= 0.98 and true >= 0.93:
             break
     policy.peft_model.unload().save_pretrained(folder)
 
 
+# All that the lesson depends on, but for code and versions.
+OPTIONS = ["env", "seed", "split", "num_envs", "num_images", "max_image_tokens", "max_new_tokens"]
+OPTIONS += ["max_episode_steps"]
+
+
+def cached_folder(args) -> Path:
+    """The folder of the toy for these options; where there is none yet, another process teaches it first."""
+    options = json.dumps({name: getattr(args, name) for name in OPTIONS})
+    parts = [options, Path(__file__).read_text(), torch.__version__, transformers.__version__]
+    parts += [inspect.getsource(vldac.build_prompt), inspect.getsource(envs)]
+    if ":" in args.env:  # the user's module
+        parts.append(inspect.getsource(sys.modules[args.env.partition(":")[0]]))
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vldac"
+    folder = cache / f"{re.sub(r'[^A-Za-z0-9]+', '-', args.env)}-{key}"
+    if not folder.exists():
+        alone = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}  # where torchrun has set others
+        subprocess.run([sys.executable, __file__, folder, options], env=alone, check=True)
+    return folder
+
+
+def main(folder, options):
+    args = vldac.Args(**json.loads(options))
+    building = Path(f"{folder}.{os.getpid()}")
+    slow = args.env in envs.TEXT  # a short lesson, enough to see it run
+    teach(args, building, **({"steps": 150, "rounds": 1, "count": 200} if slow else {}))
+    if not os.path.exists(folder):  # another process may have been first
+        os.rename(building, folder)
+
+
 if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()  # of its shards, of which it has one
-    options = vldac.Args(**json.loads(sys.argv[2]))
-    building = Path(f"{sys.argv[1]}.{os.getpid()}")
-    slow = options.env in vldac.envs.TEXT  # a short lesson, enough to see it run
-    teach(options, building, **({"steps": 150, "rounds": 1, "count": 200} if slow else {}))
-    if not os.path.exists(sys.argv[1]):  # another process may have been first
-        os.rename(building, sys.argv[1])
+    main(*sys.argv[1:])
