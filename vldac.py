@@ -74,9 +74,9 @@ BAR_INTERVAL = 0.1 if sys.stderr.isatty() else 10  # seconds between two states 
 
 @dataclass
 class Args:
-    """Every option and its default. Most defaults are those of the paper's Table 6."""
+    """Every option and its default. The README says where each default is from."""
 
-    program: ClassVar[str] = "vldac.py"  # not an option: whose options these are
+    program: ClassVar[str] = "vldac.py"  # no option: the script that they belong to
     env: str = "OneRoom"  # a world of envs.py, a Gymnasium id, or module:id (of your own, say)
     model: str | None = None  # hub name, folder or "tiny", the toy; default: Qwen2-VL-7B with CUDA, else tiny
     adapter: str | None = None  # folder of a trained adapter to start from
@@ -116,7 +116,7 @@ class Args:
     gradient_checkpointing: bool = False  # slower, for most of the activation memory
     # the run
     eval_episodes: int = 0  # episodes on fixed seeds before the first and after the last update; 0: none
-    eval_every: int = 0  # updates between further evaluations (0: none); the best adapter is kept in best/
+    eval_every: int = 0  # updates between further such evaluations; the best adapter is kept in best/
     env_timeout: float = 600.0  # seconds a step or reset of an environment may take before the run is ended
     run_name: str | None = None
     runs_dir: str = "runs"
@@ -125,10 +125,10 @@ class Args:
 
 
 # What worlds change in Args, and what the toy does. The world wins over the toy, the command line over both.
-CARDS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0, "total_timesteps": 51_200}  # also for the toy
+CARDS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0, "total_timesteps": 51_200}  # not TOY's number
 LONG_PROMPTS = {"num_images": 1, "gradient_checkpointing": True}
 WORLDS = {
-    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # also for the toy
+    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # not TOY's number
     "NumberLine": CARDS | {"total_timesteps": 12_288},
     **dict.fromkeys(["EZPoints", "Points24", "Blackjack"], CARDS),
     **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPTS),
@@ -185,15 +185,15 @@ def build_prompt(observations, actions, task, taken, left) -> list[dict]:
 
 ACTION_KEY = re.compile(r'"action"[ \t\r\n]*:[ \t\r\n]*')
 NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}(?![0-9.eE+-])")
-SEARCH = re.compile(r"search\[[^\[\]]{1,100}\]")
+SEARCH = re.compile(r"search\[(?=.*\w)[^\[\]]{1,100}\]")
 
 
 def parse_action(text: str, actions) -> str | None:
     """The admissible action a response names, or None. Never evaluates, guesses or raises.
 
     The last "action" key counts. The JSON string or number after it must equal an action. If none is
-    equal, case and outer spaces are ignored, unless that makes two equal. "search[...]" stands for any short
-    search[words].
+    equal, case and outer spaces are ignored, unless that makes two equal. "search[...]" is not an action
+    itself, but stands for any short search[words].
 
     >>> parse_action('{"thoughts": "it is close", "action": "Move forward "}', ["turn left", "move forward"])
     'move forward'
@@ -214,9 +214,9 @@ def parse_action(text: str, actions) -> str | None:
             return None
     else:
         return None
+    if "search[...]" in actions and value.startswith("search["):
+        return value if SEARCH.fullmatch(value) and value.isprintable() else None
     if value in actions:
-        return value
-    if "search[...]" in actions and SEARCH.fullmatch(value) and value.isprintable():
         return value
     same = [action for action in actions if action.strip().casefold() == value.strip().casefold()]
     return same[0] if len(same) == 1 else None
@@ -430,11 +430,11 @@ class VLMPolicy(nn.Module):
 
     def encode(self, messages, frames) -> dict:
         """A prompt as the model's inputs, on the CPU: ids and mask (1, P), the pixels of its frames."""
-        [turn] = messages
-        *images, text = turn["content"]
+        [message] = messages
+        *images, text = message["content"]
         # A page in the world may show special tokens: they must not become the chat format.
         text = text | {"text": self.special_tokens.sub(" ", text["text"])}
-        messages = [turn | {"content": [*images, text]}]
+        messages = [message | {"content": [*images, text]}]
         chat = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         pictures = [Image.fromarray(frame) for frame in frames]
         # No special tokens are added: Gemma's template has written the one at the beginning already.
@@ -521,9 +521,9 @@ class Player:
 
     def __init__(self, args: Args, index=0):
         self.args, self.index = args, index
-        self.seed, self.actions = None, []  # of the episode
+        self.seed, self.actions = None, []  # of the episode: none yet
         self.episode = 0  # training episodes that have begun
-        self.uncounted = 0  # of these, those that began within an episode: the first ones
+        self.first_whole = 1  # the first of them that the policy plays from its start
         limits = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
         with self.guard():
             self.env = envs.make_env(args.env, split=args.split, **limits)
@@ -545,8 +545,8 @@ class Player:
 
     def random_start(self):
         """Begin training somewhere within an episode, reached by random actions."""
-        # Deviation 11: players start spread over an episode. Else all time-outs fall into one rollout, and
-        # the others have no signal, only the critic's noise, which the normalisation scales up.
+        # Deviation 11: players start spread over an episode. Else all time-outs fall into the same rollouts,
+        # and the other rollouts have no signal but the critic's noise, which the normalisation scales up.
         self.next_episode()
         rng = random.Random(self.seed)
         steps = self.index * self.info["left"] // self.args.num_envs
@@ -554,11 +554,7 @@ class Player:
             _, done = self.step(self.random_action(rng))
             if done:
                 self.next_episode()
-        self.uncounted = self.episode if self.actions else self.episode - 1
-
-    def counted(self) -> int:
-        """How many training episodes have begun, the present one included, without those of random_start."""
-        return self.episode - self.uncounted
+        self.first_whole = self.episode + 1 if self.actions else self.episode
 
     def random_action(self, rng) -> str:
         return envs.random_action(self.info["actions"], self.task, rng)
@@ -632,7 +628,7 @@ def collect(policy, players, args: Args):
         for player, step in zip(players, act(policy, players), strict=True):
             steps.append(step)
             if step.done:
-                if player.counted() > 0:
+                if player.episode >= player.first_whole:
                     episodes.append(player.result())
                 player.next_episode()
     last_prompts = [policy.encode(*player.turn()) for player in players]
@@ -669,7 +665,7 @@ def make_minibatches(steps, args: Args) -> list[list[MicroBatch]]:
     num_minibatches = math.ceil(len(steps) * WORLD_SIZE / args.minibatch_size)
     minibatches = []
     for minibatch_rows in torch.randperm(len(steps)).chunk(num_minibatches):
-        # Similar lengths save padding. The longest come first: if they fit into memory, all do.
+        # Similar lengths save padding. The longest come first: if they fit into memory, the others do.
         minibatch_rows = sorted(minibatch_rows.tolist(), key=length, reverse=True)
         minibatch = []
         for start in range(0, len(minibatch_rows), args.micro_batch_size):
@@ -707,8 +703,8 @@ def gather(items: list) -> list:
 @torch.no_grad()
 def compute_advantages(policy, steps, last_prompts, minibatches, args: Args) -> dict[str, float | None]:
     """Add log-probabilities, advantages and returns to the micro-batches. Returns statistics for the log."""
-    # Old log-probabilities come from a forward pass like the one that is trained, not from generate(), whose
-    # rounding is another. So the first minibatch has ratio 1; how far it is off is logged as ratio_first.
+    # Old log-probabilities come from a forward pass like the one that is trained, as generate() rounds in
+    # other ways. So the first minibatch has ratio 1; how far it is from 1 is logged as ratio_first.
     values = torch.zeros(len(steps), device=args.device)  # (B,)
     kl = entropy = 0.0
     for micro in itertools.chain(*minibatches):
@@ -716,7 +712,7 @@ def compute_advantages(policy, steps, last_prompts, minibatches, args: Args) -> 
         share = len(micro.rows) / len(steps)
         kl += share * kl_base(micro.logprobs, micro.baselogprobs, micro.mask).item()
         entropy -= share * step_mean(micro.logprobs, micro.mask).item()  # estimated by the sampled tokens
-    nothing = policy.no_response(len(last_prompts))
+    nothing = policy.no_response(len(last_prompts))  # values need none
     _, last_values = policy(last_prompts, nothing, nothing)  # (N,)
 
     values = values.view(-1, len(last_prompts))  # (T, N)
@@ -784,7 +780,7 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False, surroga
                 with torch.no_grad():
                     logratio = newlogprobs - logprobs
                     ratio = logratio.exp()
-                    if not norms:  # in the first minibatch
+                    if not norms:  # no optimizer step yet
                         ratio_first = max(ratio_first, (ratio - 1).abs().max().item())
                     clipped = ((ratio - 1).abs() > args.clip_coef).float()
                     losses = {
@@ -889,8 +885,9 @@ def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
 
             row["episodes"] = gather(episodes)
             recent = (recent + row["episodes"])[-100:]
-            # Short episodes, often successes, end first: no rate before every player has ended one.
-            fair = all(gather([player.counted() > 1 for player in players]))
+            # Short episodes, often successes, end first. So there is no rate before every player has ended
+            # a whole one.
+            fair = all(gather([player.episode > player.first_whole for player in players]))
             row |= charts(policy, players, steps, losses, times, recent if fair else [])
             row["charts/learning_rate"] = rate
 
@@ -912,7 +909,7 @@ def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
 
 
 def evaluate(policy, players, seeds, act=act) -> list[dict]:
-    """An episode on each seed, played as in training: a dict each, by seed. eval.py acts otherwise."""
+    """An episode on each seed, played as in training: a dict each, by seed. eval.py has other `act`s too."""
     set_seed(players[0].args.seed)
     waiting = list(seeds)[RANK::WORLD_SIZE]  # the processes share the seeds
     idle, playing = list(players), []
@@ -947,7 +944,7 @@ def summary(episodes) -> dict[str, float]:
     """Means over the episodes of `evaluate`."""
     totals = {key: sum(episode[key] for episode in episodes) for key in episodes[0]}
     n, steps = len(episodes), totals["length"]
-    # An episode without any admissible action may not have told its flag: one that does is enough.
+    # An episode without any admissible action may not have told its flag: it is enough if another did.
     result = {
         "success_rate" if totals["flagged"] else "positive_return": totals["success"] / n,
         "episodic_return": totals["return"] / n,
@@ -1009,7 +1006,7 @@ COLUMNS = {  # of the line that is printed after an update
 
 
 def say(text):
-    """Print a line, above the progress bar; one process speaks."""
+    """Print a line above the progress bar, in the first process only."""
     if RANK == 0:
         tqdm.write(text)
         sys.stdout.flush()
@@ -1058,7 +1055,7 @@ def trainable_weights(policy) -> dict[str, torch.Tensor]:
 
 def save_checkpoint(folder: Path, policy, optimizer, players, **state):
     """checkpoint.pt: all that a run needs to go on, replaced in one piece."""
-    names = ("seed", "actions", "episode", "uncounted")
+    names = ("seed", "actions", "episode", "first_whole")
     all_players = gather([{name: getattr(player, name) for name in names} for player in players])
     if RANK > 0:
         return
@@ -1091,7 +1088,7 @@ def load_checkpoint(folder: Path, policy, optimizer, players) -> dict:
         player.reset(saved["seed"])
         for action in saved["actions"]:  # play the episode again
             player.step(action)
-        player.episode, player.uncounted = saved["episode"], saved["uncounted"]
+        player.episode, player.first_whole = saved["episode"], saved["first_whole"]
     return state
 
 
@@ -1143,7 +1140,7 @@ def mistakes(args: Args) -> list[str]:
 
 
 def parse_args(argv=None, options=Args, saved=None) -> Args:
-    """The options: command line > `saved`, or the run that is resumed > the world > the toy > Args."""
+    """The options: the command line's, else those of a `saved` run, else the world's, the toy's, Args'."""
     formatter = argparse.RawDescriptionHelpFormatter
     about = sys.modules[options.__module__].__doc__
     looks = {"description": about, "usage": "%(prog)s [options]", "formatter_class": formatter}

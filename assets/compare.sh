@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every training run behind the tables and figures, two at a time, on two cores:  bash assets/compare.sh
-# A run that is finished is skipped, so this can be stopped at any time and started again.
+# A run that is finished is skipped and one that was stopped goes on, so this can be started again at any time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
@@ -8,15 +8,17 @@ export OMP_NUM_THREADS=1
 run() { # NAME PROGRAM OPTIONS...: into runs/compare/NAME, and its log without samples into assets/logs/NAME
   local name=$1 program=$2
   shift 2
+  local folder=runs/compare/$name
   if [ -e "assets/logs/$name/log.jsonl" ]; then return; fi
-  rm -rf "runs/compare/$name"
   mkdir -p runs/compare
   echo "$(date +%H:%M) $name"
-  if ! python "$program" --runs_dir runs/compare --run_name "$name" "$@" > "runs/compare/$name.txt" 2>&1; then
-    echo "$name failed: see runs/compare/$name.txt"
-    return
+  local options=(--runs_dir runs/compare --run_name "$name" "$@")
+  if [ -e "$folder/args.json" ]; then options=(--resume "$folder"); fi # it was stopped
+  if ! python "$program" "${options[@]}" >> "$folder.txt" 2>&1; then
+    echo "$name failed: $(tail -n 1 "$folder.txt")" >&2
+    return 1
   fi
-  python - "runs/compare/$name" "assets/logs/$name" << 'THIN'
+  python - "$folder" "assets/logs/$name" << 'THIN'
 import json, sys
 from pathlib import Path
 
@@ -36,7 +38,11 @@ play() { # WORLD PLAYER WORDS...: 200 episodes of an evaluation, into assets/res
   local out="assets/results/$1-$2.json"
   if [ -e "$out" ]; then return; fi
   echo "$(date +%H:%M) $out"
-  python eval.py "$2" "${@:3}" --out "$out" > /dev/null 2>&1 || echo "$out failed"
+  local words
+  if ! words=$(python eval.py "$2" "${@:3}" --out "$out" 2>&1); then
+    echo "$out failed: $(tail -n 1 <<< "$words")" >&2
+    return 1
+  fi
 }
 export -f play
 
@@ -69,16 +75,16 @@ comparisons() {
   # RL4VLM.
   for world in OneRoom Hallway EZPoints; do
     for seed in 0 1 2; do
-      echo "$world-RL4VLM-0.5-$seed vldac.py --env $world --seed $seed --algo rl4vlm --thought_coef 0.5"
+      echo "$world-RL4VLM-0.5-$seed assets/rl4vlm.py --env $world --seed $seed --thought_coef 0.5"
     done
   done
   for seed in 0 1 2; do
-    echo "OneRoom-RL4VLM-0.2-$seed vldac.py --seed $seed --algo rl4vlm --thought_coef 0.2"
-    echo "OneRoom-RL4VLM-1.0-$seed vldac.py --seed $seed --algo rl4vlm --thought_coef 1.0"
+    echo "OneRoom-RL4VLM-0.2-$seed assets/rl4vlm.py --seed $seed --thought_coef 0.2"
+    echo "OneRoom-RL4VLM-1.0-$seed assets/rl4vlm.py --seed $seed --thought_coef 1.0"
   done
   # The paper's Figure 4: RL4VLM with VL-DAC's ingredients, one more each.
   for seed in 0 1 2; do
-    local rl4vlm="vldac.py --seed $seed --algo rl4vlm --thought_coef 0.3"
+    local rl4vlm="assets/rl4vlm.py --seed $seed --thought_coef 0.3"
     echo "OneRoom-RL4VLM-0.3-bare-$seed $rl4vlm --stop_grad false --value_warmup 0 --kl_coef 0"
     echo "OneRoom-RL4VLM-0.3-KL-$seed $rl4vlm --stop_grad false --value_warmup 0"
     echo "OneRoom-RL4VLM-0.3-KL-warmup-$seed $rl4vlm --stop_grad false"
@@ -86,6 +92,9 @@ comparisons() {
   done
 }
 
-results | xargs -P 2 -L 1 bash -c 'run "$@"' run
-plays | xargs -P 2 -L 1 bash -c 'play "$@"' play
-comparisons | xargs -P 2 -L 1 bash -c 'run "$@"' run
+# What fails is told and tried again next time; the rest goes on, and the script ends with an error.
+failed=0
+results | xargs -P 2 -L 1 bash -c 'run "$@"' run || failed=1
+plays | xargs -P 2 -L 1 bash -c 'play "$@"' play || failed=1
+comparisons | xargs -P 2 -L 1 bash -c 'run "$@"' run || failed=1
+exit $failed

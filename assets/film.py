@@ -24,10 +24,13 @@ def panel(title, recording, k):
     number = min(k + 1, len(recording.moments))
     if k < len(recording.moments):
         moment = recording.moments[k]
-        frame, thought = moment.png, evaluation.thought_of(moment.response)
-        action, color = moment.action or "(no admissible action)", "blue" if moment.action else "red"
+        frame = moment.png
+        thought = evaluation.thought_of(moment.response)
+        action = moment.action or "(no admissible action)"
+        color = "blue" if moment.action else "red"
     else:
-        frame, thought = recording.last_png, f"return {recording.result['return']:.2f}"
+        frame = recording.last_png
+        thought = f"return {recording.result['return']:.2f}"
         action, color = recording.outcome()
     image = Image.open(io.BytesIO(frame))
     height = round(420 * image.height / image.width)
@@ -52,7 +55,8 @@ def animate(before, after, path):
     steps = np.linspace(0, length - 1, min(24, length)).round().astype(int)  # at most 24 of them
     pictures = []
     for k in [*steps, 10**9]:
-        left, right = panel("before", before, k), panel("after", after, k)
+        left = panel("before", before, k)
+        right = panel("after", after, k)
         picture = Image.new("RGB", (left.width + right.width, left.height), "white")
         picture.paste(left, (0, 0))
         picture.paste(right, (left.width, 0))

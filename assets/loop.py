@@ -81,18 +81,21 @@ def make_minibatches(policy, episodes, args) -> list[list[vldac.MicroBatch]]:
     returns = torch.tensor([sum(step.reward for step in episode) for episode in episodes])  # not discounted
     advantages = leave_one_out(returns.view(-1, args.group_size))  # (G, K), not divided by their deviation
     useful = (advantages.abs() >= 0.01).any(1).repeat_interleave(args.group_size)
-    steps, step_advantages, step_tokens = [], [], []
+    steps = []
+    step_advantages, episode_tokens = [], []  # of each step's episode
     for episode, advantage, kept in zip(episodes, advantages.flatten(), useful, strict=True):
         if kept:
             steps += episode
+            tokens = sum(len(step.tokens) for step in episode)
             step_advantages += [advantage.item()] * len(episode)
-            step_tokens += [sum(len(step.tokens) for step in episode)] * len(episode)  # of its episode
+            episode_tokens += [tokens] * len(episode)
     if not steps:
         return []
 
     minibatches = vldac.make_minibatches(steps, args)
     step_advantages = torch.tensor(step_advantages, device=args.device)  # (B,)
-    weights = len(steps) / len(episodes) / torch.tensor(step_tokens, device=args.device)  # (B,)
+    episode_tokens = torch.tensor(episode_tokens, device=args.device)  # (B,)
+    weights = len(steps) / len(episodes) / episode_tokens  # (B,)
     for micro in itertools.chain(*minibatches):
         values = vldac.score(policy, micro)
         micro.returns = torch.zeros_like(values)  # of no account: the value loss has the weight 0
@@ -110,10 +113,12 @@ def train(args, folder):
     optimizer = vldac.make_optimizer(policy, args)
     unit = args.num_envs * args.num_steps  # environment steps of an update of VL-DAC: the schedule's unit
     num_updates = args.total_timesteps // unit
-    first, step, recent = 0, 0, []
+    first = step = 0
+    recent = []
     if (folder / "checkpoint.pt").exists():
         state = vldac.load_checkpoint(folder, policy, optimizer, players=[])
-        first, step, recent = state["update"] + 1, state["step"], state["recent"]
+        first = state["update"] + 1
+        step, recent = state["step"], state["recent"]
 
     for u in itertools.count(first):
         if u > 0 and step + unit > args.total_timesteps:

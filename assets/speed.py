@@ -25,9 +25,20 @@ from envs import AnyText  # noqa: E402
 from test_vldac import write_model  # noqa: E402
 
 SETTING = {
-    "layers": 2, "width": 64, "num_envs": 16, "steps": 512, "prompt": 241, "response": 32, "images": 1,
-    "micro": 8, "threads": 1, "peer": "", "model": "", "device": "cpu", "checkpointing": 0,
-}  # fmt: skip
+    "layers": 2,
+    "width": 64,
+    "num_envs": 16,
+    "steps": 512,
+    "prompt": 241,
+    "response": 32,
+    "images": 1,
+    "micro": 8,
+    "threads": 1,
+    "peer": "",
+    "model": "",
+    "device": "cpu",
+    "checkpointing": 0,
+}
 
 
 class Still(gym.Env):
@@ -88,8 +99,9 @@ def speed_of_vldac(args, setting) -> str:
         losses = vldac.update(policy, optimizer, minibatches, args)
         times.append(clock(args.device))
     ms = 1e3 * np.diff(times) / len(steps)
-    words = f"{1e3 / ms.sum():.2f} environment steps per second; ms each: collect {ms[0]:.1f}, "
-    words += f"score {ms[1]:.1f}, update {ms[2]:.1f}; prompt {tokens} tokens"
+    collect, score, update = ms.tolist()
+    words = f"{1e3 / ms.sum():.2f} environment steps per second; ms each: collect {collect:.1f}, "
+    words += f"score {score:.1f}, update {update:.1f}; prompt {tokens} tokens"
     words += f", ratio_first {losses['ratio_first']:.0e}"
     if args.device != "cpu":
         words += f", peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB"
@@ -155,12 +167,19 @@ def main(*words):
             if not model:
                 model = write_model("qwen2_vl", Path(folder), setting["width"], setting["layers"])
             args = vldac.Args(
-                env="Still-v0", model=str(model), device=setting["device"],
-                dtype="float32" if cpu else "bfloat16", num_envs=setting["num_envs"],
-                max_episode_steps=10**6, num_images=setting["images"], max_new_tokens=setting["response"],
-                minibatch_size=16, micro_batch_size=setting["micro"], value_hidden=[256, 256],
+                env="Still-v0",
+                model=str(model),
+                device=setting["device"],
+                dtype="float32" if cpu else "bfloat16",
+                num_envs=setting["num_envs"],
+                max_episode_steps=10**6,
+                num_images=setting["images"],
+                max_new_tokens=setting["response"],
+                minibatch_size=16,
+                micro_batch_size=setting["micro"],
+                value_hidden=[256, 256],
                 gradient_checkpointing=bool(setting["checkpointing"]),
-            )  # fmt: skip
+            )
             row = (speed_of_trl if setting["peer"] else speed_of_vldac)(args, setting)
         print("  ".join(f"{k}={v}" for k, v in setting.items() if k in given), "", row, flush=True)
 

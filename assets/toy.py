@@ -102,7 +102,9 @@ def build_tokenizer(prompts, responses):
     raw.train_from_iterator(prompts + responses, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
     # What every prompt repeats is a token a line: half the prompt's length, so half the work.
-    fixed = set.intersection(*(set(prompt.splitlines(keepends=True)) for prompt in prompts))
+    fixed = set(prompts[0].splitlines(keepends=True))
+    for prompt in prompts:
+        fixed &= set(prompt.splitlines(keepends=True))
     tokenizer.add_tokens(["user\n", "assistant\n", *sorted(fixed)])
     tokenizer.chat_template = CHAT
     return tokenizer
@@ -111,17 +113,33 @@ def build_tokenizer(prompts, responses):
 def build_model(tokenizer) -> Qwen2VLForConditionalGeneration:
     """Two layers of width 96, with random weights."""
     ids = dict(zip(NAMES, tokenizer.convert_tokens_to_ids(SPECIAL), strict=True))
-    H, init = 96, 0.1  # transformers' default initial weights, 0.02, are for forty times the width
-    text = {"hidden_size": H, "intermediate_size": 3 * H, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text |= {"num_key_value_heads": 2, "vocab_size": len(tokenizer), "initializer_range": init}
-    text |= {"bos_token_id": ids["im_start"], "eos_token_id": ids["im_end"], "pad_token_id": ids["endoftext"]}
-    # A small theta: with 10,000 the width of an image turns the slowest and is as good as invisible.
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10.0, "mrope_section": [2, 4, 6]}
+    H = 96
+    init = 0.1  # transformers' default initial weights, 0.02, are for forty times the width
+    text = {
+        "hidden_size": H,
+        "intermediate_size": 3 * H,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": len(tokenizer),
+        "initializer_range": init,
+        "bos_token_id": ids["im_start"],
+        "eos_token_id": ids["im_end"],
+        "pad_token_id": ids["endoftext"],
+        # A small theta: with 10,000 the width of an image turns the slowest and is as good as invisible.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10.0, "mrope_section": [2, 4, 6]},
+    }
     vision = {"depth": 2, "embed_dim": 64, "hidden_size": H, "num_heads": 4, "mlp_ratio": 2}
     vision |= {"patch_size": 14, "initializer_range": init}
-    marks = {"image_token_id": ids["image_pad"], "video_token_id": ids["video_pad"]}
-    marks |= {"vision_start_token_id": ids["vision_start"], "vision_end_token_id": ids["vision_end"]}
-    config = Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **marks)
+    config = Qwen2VLConfig(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=True,
+        image_token_id=ids["image_pad"],
+        video_token_id=ids["video_pad"],
+        vision_start_token_id=ids["vision_start"],
+        vision_end_token_id=ids["vision_end"],
+    )
     config.initializer_range = init
     model = Qwen2VLForConditionalGeneration(config)
     model.generation_config.eos_token_id = ids["im_end"]
@@ -145,7 +163,8 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
     print(f"teaching a toy model to see and to speak in {args.env}, once for this world and seed", flush=True)
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
-    examples, held_out = play(args, count, args.seed), play(args, min(512, count), args.seed + 1)
+    examples = play(args, count, args.seed)
+    held_out = play(args, min(512, count), args.seed + 1)
     if examples[0].caption == FIXED_THOUGHT:
         steps = min(steps, 100)  # there is little to learn
     prompts = [example.prompt[0][0]["content"][-1]["text"] for example in examples[:500]]
@@ -173,9 +192,12 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
                 rate = vldac.cosine(step, steps, 2e-3, 1e-5)
                 optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / 50)
                 batch = [rng.choice(rng.choice(scenes)) for _ in range(batch_size)]
-                ids = [tokenizer(e.response(rng)).input_ids + policy.stop_ids.tolist() for e in batch]
-                tokens = pad_sequence([torch.tensor(row) for row in ids], batch_first=True)
-                mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in ids], batch_first=True)
+                responses = []
+                for example in batch:
+                    ids = tokenizer(example.response(rng), return_tensors="pt").input_ids[0]
+                    responses.append(torch.cat([ids, policy.stop_ids]))
+                tokens = pad_sequence(responses, batch_first=True)
+                mask = pad_sequence([torch.ones_like(ids) for ids in responses], batch_first=True)
                 logprobs, _ = policy([example.prompt for example in batch], tokens, mask)
                 optimizer.zero_grad()
                 (-vldac.step_mean(logprobs, mask)).backward()
@@ -191,8 +213,7 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
 
 
 # All that the lesson depends on, but for code and versions.
-OPTIONS = ["env", "seed", "split", "num_envs", "num_images", "max_image_tokens", "max_new_tokens"]
-OPTIONS += ["max_episode_steps"]
+OPTIONS = "env seed split num_envs num_images max_image_tokens max_new_tokens max_episode_steps".split()
 
 
 def cached_folder(args) -> Path:
@@ -214,8 +235,10 @@ def cached_folder(args) -> Path:
 def main(folder, options):
     args = vldac.Args(**json.loads(options))
     building = Path(f"{folder}.{os.getpid()}")
-    slow = args.env in envs.TEXT  # a short lesson, enough to see it run
-    teach(args, building, **({"steps": 150, "rounds": 1, "count": 200} if slow else {}))
+    if args.env in envs.TEXT:  # slow worlds: a short lesson, enough to see it run
+        teach(args, building, count=200, steps=150, rounds=1)
+    else:
+        teach(args, building)
     if not os.path.exists(folder):  # another process may have been first
         os.rename(building, folder)
 
