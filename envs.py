@@ -952,7 +952,7 @@ def random_action(actions, task, rng) -> str:
 
 
 @contextlib.contextmanager
-def guard(timeout, seed=None, actions=()):
+def traced(timeout, seed=None, actions=()):
     """Around calls of an environment: if it raises, a note says how to reproduce it. If it hangs, all ends.
 
     timeout        seconds until the process is ended, with a traceback
@@ -971,10 +971,10 @@ def guard(timeout, seed=None, actions=()):
 
 def first_step(env, timeout, seed, action=None):
     """What an episode shows and pays in its first step, that of the first admissible action or of another."""
-    with guard(timeout, seed, []):
+    with traced(timeout, seed, []):
         first, info = env.reset(seed=seed)
     action = info["actions"][0] if action is None else action
-    with guard(timeout, seed, [action]):
+    with traced(timeout, seed, [action]):
         second, reward, *_ = env.step(action)
     texts = info["task"], first["text"], second["text"]
     return texts, first["image"].tobytes(), second["image"].tobytes(), reward

@@ -11,6 +11,7 @@ import enum
 import functools
 import http.server
 import importlib
+import inspect
 import itertools
 import json
 import math
@@ -659,6 +660,8 @@ def test_gradient_checkpointing_changes_neither_samples_nor_gradients(model):
     found = []
     for checkpointing in (False, True):
         policy = make_policy(model, gradient_checkpointing=checkpointing).train()
+        switches = [getattr(module, "gradient_checkpointing", False) for module in policy.modules()]
+        assert any(switches) == checkpointing
         [[micro]] = some_minibatches(policy)
         updated(policy, [[micro]], lr=0.0)
         found.append([micro.tokens, *(p.grad for p in policy.lora_parameters())])
@@ -796,6 +799,20 @@ def test_the_entropy_is_that_of_the_sampling_policy(model):
     assert stats["entropy"] == pytest.approx(math.log(can_be_sampled), abs=1e-5)
 
 
+def test_the_entropy_is_estimated_by_the_sampled_tokens(model):
+    """Of the policy with its adapters, by the mean over a step's tokens, then over steps."""
+    policy = make_policy(model, micro_batch_size=4)
+    steps = some_steps(policy, 6)
+    minibatches = vldac.make_minibatches(steps, policy.args)
+    last_prompts = [step.prompt for step in steps[:2]]
+    stats = vldac.compute_advantages(policy, steps, last_prompts, minibatches, policy.args)
+    entropies = []
+    for step in steps:
+        logprobs, _ = policy([step.prompt], *pad([step.tokens]))
+        entropies.append(-logprobs.mean().item())
+    assert stats["entropy"] == pytest.approx(np.mean(entropies), abs=1e-5)
+
+
 # ------------------------------------------------------------------------- what VL-DAC is compared with
 
 
@@ -877,9 +894,18 @@ def test_a_run_of_loop(run, monkeypatch):
     """Whole episodes, pairs from the same start, as many as the budget allows."""
     script(monkeypatch, ['{"action": "right"}', '{"action": "right"}', '{"action": "left"}'])
     options = ["--total_timesteps", 64, "--group_size", 2, "--eval_episodes", 2]
+    evaluate, splits = vldac.evaluate, set()
+
+    def record(policy, players, seeds):
+        splits.update(player.args.split for player in players)
+        return evaluate(policy, players, seeds)
+
+    monkeypatch.setattr(vldac, "evaluate", record)
     folder, (first, *rows) = run(CORRIDOR, *options, main=loop.main)
+    assert splits == {"eval"}
     assert "eval/success_rate" in first and "eval/success_rate" in rows[-1]
-    assert any("losses/policy_loss" in row for row in rows)
+    of_the_critic = {"losses/explained_variance", "losses/advantage_std"}
+    assert any(row.keys() >= set(LOGGED) - of_the_critic for row in rows)
     played = 0
     for row in rows:
         assert played + 8 <= 64
@@ -1285,6 +1311,39 @@ def test_a_random_action_is_admissible_also_where_any_search_is():
     for action in drawn - {"click[back]"}:
         assert parse_action(answer(action), actions) == action != "search[...]"
         assert set(action[7:-1].split()) <= {"a", "red", "mug", "3", "5", "inches", "large"}
+
+
+@registered
+class Library(envs.World):
+    """A world of tests in which one can only search, but not for `search[...]` itself."""
+
+    task, actions, size, limit = "find a book", ("search[...]",), (28, 28), 2
+
+    def _reset(self):
+        pass
+
+    def _admissible(self, action):
+        return re.fullmatch(r"search\[\w[\w ]*\]", action) is not None
+
+    def _step(self, action):
+        self.success = True
+        return 1.0, True
+
+    def _frame(self):
+        return np.zeros((28, 28, 3), np.uint8)
+
+
+def test_whatever_acts_at_random_can_search(tmp_path):
+    """The floor, the start of training, and the toy's examples."""
+    args = Args(env="test_vldac:Library-v0", num_envs=2, num_images=1)
+    floor = evaluated(tmp_path / "random.json", "random", "--env", args.env, "--episodes", 3)
+    assert floor["summary"]["success_rate"] == 1.0
+    player = vldac.Player(args, index=1)
+    player.random_start()
+    assert player.episode == 2  # its one random step has ended the first
+    rng = random.Random(0)
+    for example in toy.play(args, 4, seed=0):
+        assert parse_action(example.response(rng), example.actions) is not None
 
 
 # ------------------------------------------------------------------------------ other people's environments
@@ -2231,8 +2290,13 @@ def gradients_of_eight(model, file):
         advantages[micro.rows] = micro.advantages
     advantages = torch.cat(vldac.gather([advantages.view(2, N)]), dim=1)
     trained = [*policy.lora_parameters(), *policy.value_head.parameters()]
+    gradients = [p.grad.clone() for p in trained]
+    if vldac.RANK == ranks - 1:  # one process has other log-probabilities: all are told of it
+        for micro in itertools.chain(*minibatches):
+            micro.logprobs = micro.logprobs - 0.1 * micro.mask
+    _, losses = updated(policy, minibatches, lr=0.0)
     if vldac.RANK == 0:
-        torch.save([advantages, stats["advantage_std"], [p.grad for p in trained]], file)
+        torch.save([advantages, stats["advantage_std"], losses["ratio_first"], gradients], file)
     if ranks > 1:
         torch.distributed.destroy_process_group()
 
@@ -2244,7 +2308,8 @@ def test_two_processes_of_four_have_the_gradient_of_one_of_eight(tmp_path, model
     one = torch.load(tmp_path / "one", weights_only=True)
     two = torch.load(tmp_path / "two", weights_only=True)
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
-    *_, gradients = one
+    *_, ratio_first, gradients = one
+    assert ratio_first == pytest.approx(math.exp(0.1) - 1, abs=1e-4)
     assert any(gradient.abs().max() > 1e-3 for gradient in gradients)
 
 
@@ -2443,7 +2508,15 @@ def test_the_toy_is_taught_again_for_what_its_lesson_depends_on_only(tmp_path, m
     others = [toy.cached_folder(dataclasses.replace(args, **{name: 7})) for name in ("seed", "num_images")]
     monkeypatch.setattr(vldac, "build_prompt", lambda *_: "another prompt")
     others.append(toy.cached_folder(args))
-    assert len({first, *others}) == 4 and first.parent == tmp_path / "vldac"
+    source = inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda x: source(x) + (" edited" if x is envs else ""))
+    others.append(toy.cached_folder(args))
+    own = dataclasses.replace(args, env=SIGNAL)
+    others.append(toy.cached_folder(own))
+    user_module = sys.modules["test_vldac"]
+    monkeypatch.setattr(inspect, "getsource", lambda x: source(x) + (" edited" if x is user_module else ""))
+    others.append(toy.cached_folder(own))
+    assert len({first, *others}) == 7 and first.parent == tmp_path / "vldac"
     assert taught[0][:3] == [sys.executable, toy.__file__, first]
 
 
@@ -2593,11 +2666,12 @@ def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path):
     assert re.search(r"V (\S+?)<", strips[0])[1] == f"{value.item():.2f}"
 
 
-def test_a_page_takes_no_adapter(toy_run):
+def test_a_page_takes_no_adapter(toy_run, capsys):
     """An adapter has no critic."""
     folder = str(toy_run[0] / "run")
     with pytest.raises(SystemExit):
         evaluation.main(["page", folder, "--adapter", f"{folder}/adapter"])
+    assert "it takes no --adapter" in capsys.readouterr().err
 
 
 def test_runs_of_other_algorithms_are_evaluated_and_have_pages(run, rl4vlm_run, tmp_path, capsys):

@@ -29,7 +29,6 @@ and to speak by imitation, so that one can watch the algorithm on a laptop.
 
 import argparse
 import dataclasses
-import importlib
 import inspect
 import itertools
 import json
@@ -37,6 +36,7 @@ import math
 import os
 import random
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -74,7 +74,7 @@ BAR_INTERVAL = 0.1 if sys.stderr.isatty() else 10  # seconds between two states 
 
 @dataclass
 class Args:
-    """Every option and its default. The README says where each default is from."""
+    """Every option and its default. Most are those of the paper's Table 6; the README says which."""
 
     program: ClassVar[str] = "vldac.py"  # no option: the script that they belong to
     env: str = "OneRoom"  # a world of envs.py, a Gymnasium id, or module:id (of your own, say)
@@ -496,8 +496,9 @@ class VLMPolicy(nn.Module):
             hidden = hidden[:, -R - 1 :]  # (B, 1 + R, H): the last prompt token, then the response
             lm_head = self.vlm.get_output_embeddings()
             logits = lm_head(hidden[:, :-1])  # (B, R, vocabulary), each from the token before
-        # Deviation 10: log-probabilities in fp32, whose rounding in bfloat16 is a third of the clip. The
-        # head stays bfloat16: in fp32 it made ratios hardly more exact, as hidden states are rounded too.
+        # Deviation 10: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16, in
+        # steps of a third of the clip range. The head stays in bfloat16: in fp32 it was tried, and the ratios
+        # were hardly more exact, as the hidden states are rounded as coarsely.
         logits = logits.float() / self.args.temperature
         logits[..., self.banned_ids] = -torch.inf
         logprobs = logits.log_softmax(2).gather(2, tokens[..., None])[..., 0]  # (B, R)
@@ -523,18 +524,18 @@ class Player:
         self.args, self.index = args, index
         self.seed, self.actions = None, []  # of the episode: none yet
         self.episode = 0  # training episodes that have begun
-        self.first_whole = 1  # the first of them that the policy plays from its start
+        self.first_full = 1  # the first of them that the policy plays from its start
         limits = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
-        with self.guard():
+        with self.traced():
             self.env = envs.make_env(args.env, split=args.split, **limits)
 
-    def guard(self):
-        return envs.guard(self.args.env_timeout, self.seed, self.actions)
+    def traced(self):
+        return envs.traced(self.args.env_timeout, self.seed, self.actions)
 
     def reset(self, seed):
         """Begin the episode of this seed: an episode is a function of its seed and its actions."""
         self.seed, self.actions, self.total = seed, [], 0.0
-        with self.guard():
+        with self.traced():
             observation, self.info = self.env.reset(seed=seed)
         self.task = self.info["task"]  # in later infos there need be none
         self.observations = deque([observation], maxlen=self.args.num_images)
@@ -554,7 +555,7 @@ class Player:
             _, done = self.step(self.random_action(rng))
             if done:
                 self.next_episode()
-        self.first_whole = self.episode + 1 if self.actions else self.episode
+        self.first_full = self.episode + 1 if self.actions else self.episode
 
     def random_action(self, rng) -> str:
         return envs.random_action(self.info["actions"], self.task, rng)
@@ -571,7 +572,7 @@ class Player:
         # Deviation 12: a response that does not parse ("" for the world) does nothing and costs its step. The
         # released code plays a random action, and reinforces the response for what that action brought.
         self.actions.append(action or "")
-        with self.guard():
+        with self.traced():
             observation, reward, terminated, truncated, self.info = self.env.step(self.actions[-1])
         self.observations.append(observation)
         self.total += float(reward)
@@ -628,7 +629,7 @@ def collect(policy, players, args: Args):
         for player, step in zip(players, act(policy, players), strict=True):
             steps.append(step)
             if step.done:
-                if player.episode >= player.first_whole:
+                if player.episode >= player.first_full:
                     episodes.append(player.result())
                 player.next_episode()
     last_prompts = [policy.encode(*player.turn()) for player in players]
@@ -709,9 +710,9 @@ def compute_advantages(policy, steps, last_prompts, minibatches, args: Args) -> 
     kl = entropy = 0.0
     for micro in itertools.chain(*minibatches):
         values[micro.rows] = score(policy, micro)
-        share = len(micro.rows) / len(steps)
-        kl += share * kl_base(micro.logprobs, micro.baselogprobs, micro.mask).item()
-        entropy -= share * step_mean(micro.logprobs, micro.mask).item()  # estimated by the sampled tokens
+        fraction = len(micro.rows) / len(steps)
+        kl += fraction * kl_base(micro.logprobs, micro.baselogprobs, micro.mask).item()
+        entropy -= fraction * step_mean(micro.logprobs, micro.mask).item()  # estimated by the sampled tokens
     nothing = policy.no_response(len(last_prompts))  # values need none
     _, last_values = policy(last_prompts, nothing, nothing)  # (N,)
 
@@ -761,7 +762,7 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False, surroga
     for epoch in range(args.update_epochs):
         if epoch > 0:
             minibatches = random.sample(minibatches, len(minibatches))  # the same ones in a new order
-        for minibatch in minibatches:
+        for number, minibatch in enumerate(minibatches):
             optimizer.zero_grad()
             minibatch_size = sum(len(micro.rows) for micro in minibatch)
             for micro in minibatch:
@@ -780,7 +781,7 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False, surroga
                 with torch.no_grad():
                     logratio = newlogprobs - logprobs
                     ratio = logratio.exp()
-                    if not norms:  # no optimizer step yet
+                    if epoch == number == 0:
                         ratio_first = max(ratio_first, (ratio - 1).abs().max().item())
                     clipped = ((ratio - 1).abs() > args.clip_coef).float()
                     losses = {
@@ -868,17 +869,17 @@ def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
                 group["lr"] = rate
             set_seed(training_seed(args.seed, RANK, u))  # a resumed run goes on as if it had never stopped
             if args.device.startswith("cuda"):
-                torch.cuda.reset_peak_memory_stats()
+                torch.cuda.reset_peak_memory_stats(args.device)
 
             times = [time.perf_counter()]
             steps, last_prompts, episodes = collect(policy, players, args)
             times.append(time.perf_counter())
             minibatches = make_minibatches(steps, args)
             losses = compute_advantages(policy, steps, last_prompts, minibatches, args)
-            times.append(time.perf_counter())
             if token_weights:
                 for micro in itertools.chain(*minibatches):
                     micro.weights = token_weights(policy, micro)
+            times.append(time.perf_counter())
             value_only = u <= args.value_warmup
             losses |= update(policy, optimizer, minibatches, args, value_only, surrogate)
             times.append(time.perf_counter())
@@ -887,8 +888,8 @@ def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
             recent = (recent + row["episodes"])[-100:]
             # Short episodes, often successes, end first. So there is no rate before every player has ended
             # a whole one.
-            fair = all(gather([player.episode > player.first_whole for player in players]))
-            row |= charts(policy, players, steps, losses, times, recent if fair else [])
+            fair = all(gather([player.episode > player.first_full for player in players]))
+            row |= charts(policy, players, steps, losses, times, recent, fair)
             row["charts/learning_rate"] = rate
 
         due = u in (0, num_updates) or (args.eval_every and u % args.eval_every == 0)
@@ -959,11 +960,11 @@ def summary(episodes) -> dict[str, float]:
 # ---------------------------------------------------------------------------- the log and the checkpoint
 
 
-def charts(policy, players, steps, losses, times, episodes) -> dict:
-    """What the log keeps of an update: means over `episodes`, this process's steps, its losses."""
+def charts(policy, players, steps, losses, times, episodes, fair) -> dict:
+    """What the log keeps of an update: its losses, means over its steps and, if `fair`, over `episodes`."""
 
     def mean(key):
-        return np.mean([episode[key] for episode in episodes]).item() if episodes else None
+        return np.mean([episode[key] for episode in episodes]).item() if fair and episodes else None
 
     # A world may tell its flag only at the end of an episode.
     flagged = any("success" in player.info for player in players)
@@ -981,7 +982,7 @@ def charts(policy, players, steps, losses, times, episodes) -> dict:
     row["charts/env_steps_per_second"] = len(steps) * WORLD_SIZE / (times[-1] - times[0])
     row["time/collect"], row["time/score"], row["time/update"] = np.diff(times).tolist()
     if policy.args.device.startswith("cuda"):
-        row["gpu/max_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        row["gpu/max_memory_gb"] = torch.cuda.max_memory_allocated(policy.args.device) / 1e9
 
     # Two samples: the first step, and the next whose response did not parse, or else simply the next.
     invalid = [step for step in steps[1:] if step.action is None]
@@ -1055,7 +1056,7 @@ def trainable_weights(policy) -> dict[str, torch.Tensor]:
 
 def save_checkpoint(folder: Path, policy, optimizer, players, **state):
     """checkpoint.pt: all that a run needs to go on, replaced in one piece."""
-    names = ("seed", "actions", "episode", "first_whole")
+    names = ("seed", "actions", "episode", "first_full")
     all_players = gather([{name: getattr(player, name) for name in names} for player in players])
     if RANK > 0:
         return
@@ -1088,7 +1089,7 @@ def load_checkpoint(folder: Path, policy, optimizer, players) -> dict:
         player.reset(saved["seed"])
         for action in saved["actions"]:  # play the episode again
             player.step(action)
-        player.episode, player.first_whole = saved["episode"], saved["first_whole"]
+        player.episode, player.first_full = saved["episode"], saved["first_full"]
     return state
 
 
@@ -1168,9 +1169,9 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
     if given.adapter:
         try:
             adapter = json.loads(Path(given.adapter, "adapter_config.json").read_text())
-        except OSError as error:
+            lora = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"]}
+        except (OSError, ValueError, KeyError) as error:
             parser.error(f"--adapter {given.adapter} is not the folder of an adapter: {error}")
-        lora = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"]}
         parser.set_defaults(**lora)
     args = options(**vars(parser.parse_args(argv)))
     if args.dtype == "auto":
@@ -1197,23 +1198,26 @@ def toy_folder(args: Args) -> Path:
     script = Path(__file__).parent / "assets" / "toy.py"
     if not script.exists():
         raise envs.UserError(f"the toy model needs {script}; without it, give a --model")
-    sys.path.append(str(script.parent))
-    return importlib.import_module("toy").cached_folder(args)
+    return runpy.run_path(str(script))["cached_folder"](args)
 
 
 def commit() -> str:
     """The commit of this code, "-dirty" if it was changed since, "unknown" outside a repository."""
+
+    def git(*words):
+        done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
+        return done.stdout.strip()
+
     if shutil.which("git") is None:
         return "unknown"
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    dirty = "-dirty" if git("diff", "--name-only", "HEAD", "--", "*.py") else ""
+    return git("rev-parse", "HEAD") + dirty or "unknown"
 
 
 def open_run(args: Args) -> Path:
     """The run's folder with args.json, and with the toy model in base/: a new one, or that of --resume."""
     if args.resume:
-        program = json.loads(Path(args.resume, "args.json").read_text())["program"]
+        program = json.loads(Path(args.resume, "args.json").read_text()).get("program", "older code")
         if program != args.program:
             raise envs.UserError(f"--resume {args.resume} is a run of {program}")
         return Path(args.resume)

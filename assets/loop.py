@@ -6,6 +6,7 @@ mean of the others', and all its tokens share it; no critic. KL term and cosine 
     python assets/loop.py --env OneRoom    takes vldac.py's options and --group_size; one process
 """
 
+import dataclasses
 import itertools
 import sys
 import time
@@ -18,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vldac  # noqa: E402
+from envs import UserError  # noqa: E402
 
 
 @dataclass
@@ -29,9 +31,10 @@ class Args(vldac.Args):
     vf_coef: float = 0.0  # there is no critic
 
     def __post_init__(self):
-        if self.num_envs % self.group_size or vldac.WORLD_SIZE > 1:
-            words = "--num_envs must be a multiple of --group_size, and there must be one process"
-            raise vldac.envs.UserError(words)
+        if self.group_size < 2 or self.num_envs % self.group_size:
+            raise UserError("--num_envs must be a multiple of --group_size, and that at least 2")
+        if self.vf_coef != 0 or vldac.WORLD_SIZE > 1:
+            raise UserError("there is no critic, so no --vf_coef, and there is one process only")
 
 
 def leave_one_out(returns):
@@ -104,10 +107,23 @@ def make_minibatches(policy, episodes, args) -> list[list[vldac.MicroBatch]]:
     return minibatches
 
 
+def sampling_statistics(minibatches) -> dict[str, float]:
+    """What vldac.compute_advantages logs of the policy that sampled."""
+    micro_batches = list(itertools.chain(*minibatches))
+    num_steps = sum(len(micro.rows) for micro in micro_batches)
+    kl = entropy = 0.0
+    for micro in micro_batches:
+        fraction = len(micro.rows) / num_steps
+        kl += fraction * vldac.kl_base(micro.logprobs, micro.baselogprobs, micro.mask).item()
+        entropy -= fraction * vldac.step_mean(micro.logprobs, micro.mask).item()
+    return {"kl_base": kl, "entropy": entropy}
+
+
 def train(args, folder):
     """A whole training, as long as the budget holds another update of VL-DAC's size."""
     players = [vldac.Player(args, index) for index in range(args.num_envs)]
-    eval_players = [vldac.Player(args) for _ in range(min(args.num_envs, args.eval_episodes))]
+    eval_args = dataclasses.replace(args, split="eval")
+    eval_players = [vldac.Player(eval_args) for _ in range(min(args.num_envs, args.eval_episodes))]
     vldac.set_seed(args.seed)
     policy = vldac.VLMPolicy(args)
     optimizer = vldac.make_optimizer(policy, args)
@@ -136,12 +152,13 @@ def train(args, folder):
             times.append(time.perf_counter())
             losses = {}
             if minibatches:
-                losses = vldac.update(policy, optimizer, minibatches, args, surrogate=loop_loss)
+                losses = sampling_statistics(minibatches)
+                losses |= vldac.update(policy, optimizer, minibatches, args, surrogate=loop_loss)
             times.append(time.perf_counter())
             row["episodes"] = [player.result() for player in players]
             recent = (recent + row["episodes"])[-100:]
             steps = list(itertools.chain(*episodes))
-            row |= vldac.charts(policy, players, steps, losses, times, recent)
+            row |= vldac.charts(policy, players, steps, losses, times, recent, fair=True)
             row["charts/learning_rate"] = rate
             step += len(steps)
         row["global_step"] = step

@@ -90,6 +90,8 @@ def speed_of_vldac(args, setting) -> str:
     tokens = lengthen(policy, players, setting["prompt"])
     for num_steps in (2, setting["steps"] // args.num_envs):  # the first is not counted
         args.num_steps = num_steps
+        if args.device != "cpu":
+            torch.cuda.reset_peak_memory_stats(args.device)
         times = [clock(args.device)]
         steps, last_prompts, _ = vldac.collect(policy, players, args)
         times.append(clock(args.device))

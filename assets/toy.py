@@ -29,7 +29,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), os.getcwd()]
+sys.path += [str(Path(__file__).resolve().parent.parent), os.getcwd()]
 
 import envs  # noqa: E402
 import vldac  # noqa: E402
@@ -48,11 +48,12 @@ CHAT = (
 class Example:
     """A state of the world, and what may be said and done in it."""
 
-    prompt: tuple | dict  # (messages, frames), later encoded
+    turn: tuple  # messages and frames
     caption: str
     hint: str | None
     actions: list[str]
     task: str
+    prompt: dict | None = None  # the turn, encoded
 
     def response(self, rng) -> str:
         action = self.hint
@@ -160,14 +161,17 @@ def quality(policy, examples) -> tuple[float, float]:
 
 def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
     """Rounds until, on held-out frames, 0.98 of the responses parse and 0.93 of the thoughts are true."""
-    print(f"teaching a toy model to see and to speak in {args.env}, once for this world and seed", flush=True)
+    print(f"teaching a toy model to see and to speak in {args.env}; it is kept for later runs", flush=True)
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     examples = play(args, count, args.seed)
     held_out = play(args, min(512, count), args.seed + 1)
     if examples[0].caption == FIXED_THOUGHT:
         steps = min(steps, 100)  # there is little to learn
-    prompts = [example.prompt[0][0]["content"][-1]["text"] for example in examples[:500]]
+    prompts = []
+    for example in examples[:500]:
+        [message], _ = example.turn
+        prompts.append(message["content"][-1]["text"])
     tokenizer = build_tokenizer(prompts, [example.response(rng) for example in examples[:2000]])
     pixels = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * args.max_image_tokens}
     for part in (build_model(tokenizer), tokenizer, Qwen2VLImageProcessorPil(size=pixels)):
@@ -179,7 +183,8 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
     for name, parameter in policy.vlm.named_parameters():
         parameter.requires_grad_("lora_" not in name)
     for example in examples + held_out:
-        example.prompt = policy.encode(*example.prompt)  # in place, so that the frames are let go
+        example.prompt = policy.encode(*example.turn)
+        example.turn = None  # so that the frames are let go
     by_caption = {}
     for example in examples:
         by_caption.setdefault(example.caption, []).append(example)
