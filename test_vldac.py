@@ -162,9 +162,11 @@ def test_what_lies_under_the_padding_changes_nothing(name, junk):
     new, old, advantages, mask = random_tokens(4, 4)
     clean = loss(new, old, advantages, mask)
     dirty_new = new.detach().masked_fill(mask == 0, junk).requires_grad_()
-    dirty = loss(dirty_new, old.masked_fill(mask == 0, -junk), advantages, mask)
+    dirty_old = old.masked_fill(mask == 0, -junk)
+    dirty = loss(dirty_new, dirty_old, advantages, mask)
     assert dirty.equal(clean)
-    gradient, dirty_gradient = torch.autograd.grad([clean, dirty], [new, dirty_new])
+    [gradient] = torch.autograd.grad(clean, new)
+    [dirty_gradient] = torch.autograd.grad(dirty, dirty_new)
     assert dirty_gradient.equal(gradient)
 
 
@@ -417,13 +419,14 @@ def test_a_frame_costs_few_tokens(policy):
 def test_a_world_cannot_write_the_chat_format(policy):
     """Special tokens in a world's text would add images or end the turn."""
     frame = np.zeros((28, 28, 3), np.uint8)
+    special_ids = policy.tokenizer.convert_tokens_to_ids(SPECIAL)
     counts = []
     for text in ("plain", " \x00 ".join(SPECIAL)):
         messages = build_prompt([{"image": frame, "text": text}], [text], text, 0, 9)
         before = str(messages)
         ids = policy.encode(messages, [frame])["input_ids"][0].tolist()
-        counts.append([ids.count(i) for i in policy.tokenizer.convert_tokens_to_ids(SPECIAL)])
-        assert str(messages) == before
+        assert str(messages) == before  # they are the caller's
+        counts.append([ids.count(i) for i in special_ids])
     assert counts[0] == counts[1]
 
 
@@ -970,11 +973,13 @@ def test_parse_action():
 def test_an_action_of_any_characters_can_be_copied_from_the_prompt():
     actions = ['click[12" x 18"]', "back\\slash", "two\nlines", "h\u00e4user", "plain"]
     [turn] = build_prompt([{"text": ""}], actions, "shop", 0, 9)
-    [line] = [line for line in turn["content"][-1]["text"].splitlines() if line.startswith("Admissible")]
-    spelled = line.removeprefix("Admissible actions: ").removesuffix(".").split(", ")
-    assert len(spelled) == len(actions) and "h\u00e4user" in spelled[3]
+    text = turn["content"][-1]["text"]
+    [line] = re.findall(r"^Admissible actions: (.*)\.$", text, re.M)
+    spelled = line.split(", ")
+    assert spelled[3:] == ['"h\u00e4user"', '"plain"']
     for words, action in zip(spelled, actions, strict=True):
-        assert parse_action(f'{{"thoughts": "hm", "action": {words}}}', actions) == action
+        response = '{"thoughts": "hm", "action": ' + words + "}"
+        assert parse_action(response, actions) == action
 
 
 def test_the_parser_survives_hostile_text():
@@ -1218,13 +1223,19 @@ def test_number_line_rules():
 def test_number_line_shows_the_target_above_the_current_number():
     env = envs.make_env("NumberLine")
     env.reset(seed=0)
-    frames = {}
-    for env.current, env.target in [(1, 4), (2, 4), (1, 3)]:
-        frames[env.current, env.target] = env.render()
-    upper, lower = slice(0, 150), slice(150, 300)
-    first, moved, aimed = frames[1, 4], frames[2, 4], frames[1, 3]
-    assert (moved[upper] == first[upper]).all() and (moved[lower] != first[lower]).any()
-    assert (aimed[upper] != first[upper]).any() and (aimed[lower] == first[lower]).all()
+
+    def halves(current, target):
+        env.current, env.target = current, target
+        frame = env.render()
+        return frame[:150], frame[150:]
+
+    upper, lower = halves(1, 4)
+    same_upper, other_lower = halves(2, 4)
+    other_upper, same_lower = halves(1, 3)
+    assert (same_upper == upper).all()
+    assert (same_lower == lower).all()
+    assert (other_upper != upper).any()
+    assert (other_lower != lower).any()
 
 
 @pytest.mark.parametrize("name, ranks, symbols, rewards", [
@@ -2054,7 +2065,8 @@ def test_an_adapter_brings_its_rank(run, tmp_path, model, capsys):
 
 def test_the_numbers_go_to_weights_and_biases_too(run, monkeypatch):
     sent = []
-    wandb = types.SimpleNamespace(__spec__=True, run=None, init=lambda **options: None)
+    wandb = types.SimpleNamespace(__spec__=True, run=None)
+    wandb.init = lambda **options: None
     wandb.log = lambda row, step: sent.append(row)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     _, rows = run("NumberLine", "--track", "true")
@@ -2602,9 +2614,10 @@ def test_compare_is_paired_and_refuses_what_differs(tmp_path):
     floor = evaluated(tmp_path / "random.json", "random", *words)
     evaluated(tmp_path / "hint.json", "hint", *words)
     lost = [episode["success"] for episode in floor["episodes"]].count(False)
-    line = evaluation.compare(tmp_path / "random.json", tmp_path / "hint.json").splitlines()[-1]
+    assert lost > 0
+    printed = evaluation.compare(tmp_path / "random.json", tmp_path / "hint.json")
     p = f"exact McNemar p = {2 / 2**lost:.2g}"
-    assert lost > 0 and line == f"B - A: {lost / 12:+.3f} ({lost} won, 0 lost, {p})"
+    assert printed.splitlines()[-1] == f"B - A: {lost / 12:+.3f} ({lost} won, 0 lost, {p})"
     for name, reason in {"episodes": "seeds", "max_episode_steps": "max_episode_steps"}.items():
         evaluated(tmp_path / "other.json", "hint", *words, f"--{name}", 5)
         with pytest.raises(envs.UserError, match=f"differ in {reason} and"):
@@ -2818,6 +2831,10 @@ def test_the_readme_names_every_option_and_deviation():
     assert known.issuperset(re.findall(r"`--(\w+)", README))
     for name in re.findall(r"`vldac\.(?!py)(\w+)", README):
         assert hasattr(vldac, name)
+    # And each option of VL-DAC is there, but for names, places and the like.
+    named = set(re.findall(r"--(\w+)", README))
+    of_a_run = {"split", "seed", "env_timeout", "run_name", "runs_dir", "track"}
+    assert {option.name for option in dataclasses.fields(Args)} - named == of_a_run
 
 
 WORLDS_OF_THE_README = ("OneRoom", "Hallway", "NumberLine", "EZPoints")

@@ -886,8 +886,7 @@ def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
 
             row["episodes"] = gather(episodes)
             recent = (recent + row["episodes"])[-100:]
-            # Short episodes, often successes, end first. So there is no rate before every player has ended
-            # a whole one.
+            # Short episodes, often successes, end first: no fair rate before all players have ended a full one.
             fair = all(gather([player.episode > player.first_full for player in players]))
             row |= charts(policy, players, steps, losses, times, recent, fair)
             row["charts/learning_rate"] = rate
@@ -1193,14 +1192,6 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
 # ------------------------------------------------------------------------------------------------ the run
 
 
-def toy_folder(args: Args) -> Path:
-    """The folder of the toy for these options, which assets/toy.py writes where it is not there yet."""
-    script = Path(__file__).parent / "assets" / "toy.py"
-    if not script.exists():
-        raise envs.UserError(f"the toy model needs {script}; without it, give a --model")
-    return runpy.run_path(str(script))["cached_folder"](args)
-
-
 def commit() -> str:
     """The commit of this code, "-dirty" if it was changed since, "unknown" outside a repository."""
 
@@ -1222,7 +1213,12 @@ def open_run(args: Args) -> Path:
             raise envs.UserError(f"--resume {args.resume} is a run of {program}")
         return Path(args.resume)
     name = args.run_name or re.sub(r"[^\w.-]+", "-", f"{args.env}-{Path(args.model).name}-{args.seed}")
-    toy = toy_folder(args) if args.model == "tiny" else None
+    toy = None
+    if args.model == "tiny":
+        script = Path(__file__).parent / "assets" / "toy.py"
+        if not script.exists():
+            raise envs.UserError(f"the toy model needs {script}; without it, give a --model")
+        toy = runpy.run_path(str(script))["cached_folder"](args)
     for number in itertools.count(1):
         folder = Path(args.runs_dir, f"{name}-{number}" if number > 1 else name)
         try:

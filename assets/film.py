@@ -36,7 +36,8 @@ def panel(title, recording, k):
     height = round(420 * image.height / image.width)
     canvas = Image.new("RGB", (430, height + 175), "white")
     canvas.paste(image.resize((420, height), Image.Resampling.BOX), (5, 40))
-    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(size=26)
+    draw = ImageDraw.Draw(canvas)
+    font = ImageFont.load_default(size=26)
 
     def write(y, text, color):
         lines = textwrap.wrap(text, 30)[:2]
@@ -51,8 +52,9 @@ def panel(title, recording, k):
 
 def animate(before, after, path):
     """Two episodes of a seed, side by side, until the second has ended; then how both ended."""
-    length = len(after.moments)
-    steps = np.linspace(0, length - 1, min(24, length)).round().astype(int)  # at most 24 of them
+    last = len(after.moments) - 1
+    steps = np.linspace(0, last, min(24, last + 1))  # at most 24 of them
+    steps = steps.round().astype(int)
     pictures = []
     for k in [*steps, 10**9]:
         left = panel("before", before, k)

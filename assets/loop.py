@@ -46,7 +46,8 @@ def leave_one_out(returns):
     tensor([[ 1.0000, -0.5000, -0.5000]])
     """
     K = returns.shape[1]
-    return K / (K - 1) * (returns - returns.mean(1, keepdim=True))
+    means = returns.mean(1, keepdim=True)  # (G, 1)
+    return K / (K - 1) * (returns - means)
 
 
 def loop_loss(newlogprobs, logprobs, advantages, weights, clip_coef):
@@ -62,13 +63,15 @@ def loop_loss(newlogprobs, logprobs, advantages, weights, clip_coef):
     ratio = (newlogprobs - logprobs).masked_fill(weights == 0, 0).exp()
     advantages = advantages[:, None]
     clipped = ratio.clamp(1 / (1 + clip_coef), 1 + clip_coef)
-    return (torch.max(-advantages * ratio, -advantages * clipped) * weights).sum(1).mean()
+    pg_loss = torch.max(-advantages * ratio, -advantages * clipped)  # (B, R)
+    return (pg_loss * weights).sum(1).mean()
 
 
 def collect(policy, players, args, update) -> list[list[vldac.Step]]:
     """An episode of every player; K players in a row begin on the same seed."""
     for player in players:
-        player.reset(vldac.training_seed(args.seed, player.index // args.group_size, update))
+        group = player.index // args.group_size
+        player.reset(vldac.training_seed(args.seed, group, update))
     episodes = [[] for _ in players]
     playing = list(players)
     while playing:
@@ -81,9 +84,11 @@ def collect(policy, players, args, update) -> list[list[vldac.Step]]:
 
 def make_minibatches(policy, episodes, args) -> list[list[vldac.MicroBatch]]:
     """The steps of the groups whose returns differ, scored, with advantages and weights; perhaps none."""
-    returns = torch.tensor([sum(step.reward for step in episode) for episode in episodes])  # not discounted
-    advantages = leave_one_out(returns.view(-1, args.group_size))  # (G, K), not divided by their deviation
-    useful = (advantages.abs() >= 0.01).any(1).repeat_interleave(args.group_size)
+    returns = [sum(step.reward for step in episode) for episode in episodes]  # not discounted
+    returns = torch.tensor(returns).view(-1, args.group_size)  # (G, K)
+    advantages = leave_one_out(returns)  # (G, K), not divided by their deviation
+    useful = (advantages.abs() >= 0.01).any(1)  # (G,)
+    useful = useful.repeat_interleave(args.group_size)  # (G * K,)
     steps = []
     step_advantages, episode_tokens = [], []  # of each step's episode
     for episode, advantage, kept in zip(episodes, advantages.flatten(), useful, strict=True):

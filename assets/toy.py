@@ -62,10 +62,6 @@ class Example:
         return json.dumps({"thoughts": self.caption, "action": action})
 
 
-def progress(what, total):
-    return tqdm(desc=what, total=total, mininterval=vldac.BAR_INTERVAL, leave=False)
-
-
 def play(args, count, seed) -> list[Example]:
     """States that a player meets who half of the time follows the hint, if there is one."""
     rng = random.Random(seed)
@@ -73,7 +69,8 @@ def play(args, count, seed) -> list[Example]:
     for player in players:
         player.reset(rng.randrange(2**30, 2**31))
     examples = []
-    with progress(f"collecting examples of {args.env}", count) as bar:
+    words = f"collecting examples of {args.env}"
+    with tqdm(desc=words, total=count, mininterval=vldac.BAR_INTERVAL, leave=False) as bar:
         while len(examples) < count:
             for player in players:
                 actions, hint = player.info["actions"], player.describe("hint")
@@ -192,23 +189,22 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
     optimizer = torch.optim.AdamW([p for p in policy.vlm.parameters() if p.requires_grad], fused=True)
 
     for number in range(rounds):
-        with progress("teaching", steps) as bar:
-            for step in range(steps):
-                rate = vldac.cosine(step, steps, 2e-3, 1e-5)
-                optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / 50)
-                batch = [rng.choice(rng.choice(scenes)) for _ in range(batch_size)]
-                responses = []
-                for example in batch:
-                    ids = tokenizer(example.response(rng), return_tensors="pt").input_ids[0]
-                    responses.append(torch.cat([ids, policy.stop_ids]))
-                tokens = pad_sequence(responses, batch_first=True)
-                mask = pad_sequence([torch.ones_like(ids) for ids in responses], batch_first=True)
-                logprobs, _ = policy([example.prompt for example in batch], tokens, mask)
-                optimizer.zero_grad()
-                (-vldac.step_mean(logprobs, mask)).backward()
-                torch.nn.utils.clip_grad_norm_(policy.vlm.parameters(), 1.0)
-                optimizer.step()
-                bar.update()
+        bar = tqdm(range(steps), desc="teaching", mininterval=vldac.BAR_INTERVAL, leave=False)
+        for step in bar:
+            rate = vldac.cosine(step, steps, 2e-3, 1e-5)
+            optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / 50)
+            batch = [rng.choice(rng.choice(scenes)) for _ in range(batch_size)]
+            responses = []
+            for example in batch:
+                ids = tokenizer(example.response(rng), return_tensors="pt").input_ids[0]
+                responses.append(torch.cat([ids, policy.stop_ids]))
+            tokens = pad_sequence(responses, batch_first=True)
+            mask = pad_sequence([torch.ones_like(ids) for ids in responses], batch_first=True)
+            logprobs, _ = policy([example.prompt for example in batch], tokens, mask)
+            optimizer.zero_grad()
+            (-vldac.step_mean(logprobs, mask)).backward()
+            torch.nn.utils.clip_grad_norm_(policy.vlm.parameters(), 1.0)
+            optimizer.step()
         parsed, true = quality(policy, held_out)
         words = f"{parsed:.3f} of its responses parse, {true:.3f} of its thoughts are true"
         print(f"after {(number + 1) * steps} steps, {words} (wanted: 0.98, 0.93)", flush=True)
