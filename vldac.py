@@ -886,7 +886,7 @@ def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
 
             row["episodes"] = gather(episodes)
             recent = (recent + row["episodes"])[-100:]
-            # Short episodes, often successes, end first: no fair rate before all players have ended a full one.
+            # Short episodes, often successes, end first: a fair rate needs a full one of every player.
             fair = all(gather([player.episode > player.first_full for player in players]))
             row |= charts(policy, players, steps, losses, times, recent, fair)
             row["charts/learning_rate"] = rate
