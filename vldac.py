@@ -657,8 +657,9 @@ class MicroBatch:
 
 def make_minibatches(steps, args: Args) -> list[list[MicroBatch]]:
     """The steps of a rollout in random minibatches, each a list of micro-batches."""
-    # Deviation 18: drawn once, before the steps are scored. The released code draws anew for each epoch. The
-    # same neighbours and padding give the same rounding, so the first ratio is 1 to the bit in bfloat16 too.
+    # Deviation 18: drawn once, before scoring; the released code draws anew for each epoch. With the same
+    # neighbours and padding the rounding is the same: on a CPU the first ratio is 1 to the bit, in bfloat16
+    # too. On a GPU that is not measured: attention may use another kernel without gradients.
 
     def length(row):
         return steps[row].prompt["input_ids"].shape[1] + len(steps[row].tokens)
