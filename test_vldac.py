@@ -483,8 +483,8 @@ def some_minibatches(policy, B=6, **changes) -> list[list[vldac.MicroBatch]]:
     steps = some_steps(policy, B)
     advantages, returns = torch.randn(2, B)
     minibatches = vldac.make_minibatches(steps, args)
+    vldac.score(policy, minibatches)
     for micro in itertools.chain(*minibatches):
-        vldac.score(policy, micro)
         micro.advantages = advantages[micro.rows]
         micro.returns = returns[micro.rows]
     return minibatches
@@ -874,9 +874,9 @@ def test_loop_takes_the_mean_over_an_episode_s_tokens_and_drops_groups_without_s
         return steps
 
     equal = [episode(0.0, 1.0), episode(1.0)]  # nothing is discounted
-    assert loop.make_minibatches(policy, equal, args) == []
+    assert loop.make_minibatches(policy, equal, args) == ([], {})
     unequal = [episode(0.0, 0.0, 2.0), episode(0.0, 1.0)]
-    minibatches = loop.make_minibatches(policy, equal + unequal, args)
+    minibatches, _ = loop.make_minibatches(policy, equal + unequal, args)
     assert len(minibatches) == math.ceil(5 / minibatch_size)
 
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0])

@@ -681,16 +681,26 @@ def make_minibatches(steps, args: Args) -> list[list[MicroBatch]]:
 
 
 @torch.no_grad()
-def score(policy, micro: MicroBatch):
-    """Add the log-probabilities, of the policy that sampled and of the base, to a micro-batch.
+def score(policy, minibatches):
+    """Add the log-probabilities, of the policy that sampled and of the base, to the micro-batches.
 
-    Returns the values (B,) of its prompts.
+    Returns the values (B,) of all steps, and for the log the policy's KL to the base and its entropy.
     """
+    # A forward pass like the one that is trained, as generate() rounds in other ways. So the first minibatch
+    # has ratio 1; how far it is from 1 is logged as ratio_first.
     policy.eval()
-    micro.logprobs, values = policy(micro.prompts, micro.tokens, micro.mask)
-    with policy.peft_model.disable_adapter():
-        micro.baselogprobs, _ = policy(micro.prompts, micro.tokens, micro.mask)
-    return values
+    micro_batches = list(itertools.chain(*minibatches))
+    num_steps = sum(len(micro.rows) for micro in micro_batches)
+    values = torch.zeros(num_steps, device=policy.args.device)
+    kl = entropy = 0.0
+    for micro in micro_batches:
+        micro.logprobs, values[micro.rows] = policy(micro.prompts, micro.tokens, micro.mask)
+        with policy.peft_model.disable_adapter():
+            micro.baselogprobs, _ = policy(micro.prompts, micro.tokens, micro.mask)
+        fraction = len(micro.rows) / num_steps
+        kl += fraction * kl_base(micro.logprobs, micro.baselogprobs, micro.mask).item()
+        entropy -= fraction * step_mean(micro.logprobs, micro.mask).item()  # estimated by the sampled tokens
+    return values, {"kl_base": kl, "entropy": entropy}
 
 
 def gather(items: list) -> list:
@@ -705,15 +715,7 @@ def gather(items: list) -> list:
 @torch.no_grad()
 def compute_advantages(policy, steps, last_prompts, minibatches, args: Args) -> dict[str, float | None]:
     """Add log-probabilities, advantages and returns to the micro-batches. Returns statistics for the log."""
-    # Old log-probabilities come from a forward pass like the one that is trained, as generate() rounds in
-    # other ways. So the first minibatch has ratio 1; how far it is from 1 is logged as ratio_first.
-    values = torch.zeros(len(steps), device=args.device)  # (B,)
-    kl = entropy = 0.0
-    for micro in itertools.chain(*minibatches):
-        values[micro.rows] = score(policy, micro)
-        fraction = len(micro.rows) / len(steps)
-        kl += fraction * kl_base(micro.logprobs, micro.baselogprobs, micro.mask).item()
-        entropy -= fraction * step_mean(micro.logprobs, micro.mask).item()  # estimated by the sampled tokens
+    values, stats = score(policy, minibatches)  # (B,)
     nothing = policy.no_response(len(last_prompts))  # values need none
     _, last_values = policy(last_prompts, nothing, nothing)  # (N,)
 
@@ -730,12 +732,9 @@ def compute_advantages(policy, steps, last_prompts, minibatches, args: Args) -> 
 
     variance = returns.var().item()
     unexplained = (returns - values).var().item()
-    return {
-        "kl_base": kl,
-        "entropy": entropy,
-        "explained_variance": 1 - unexplained / variance if variance > 0 else None,
-        "advantage_std": std,
-    }
+    stats["explained_variance"] = 1 - unexplained / variance if variance > 0 else None
+    stats["advantage_std"] = std
+    return stats
 
 
 # --------------------------------------------------------------------------------------------- the update

@@ -82,8 +82,11 @@ def collect(policy, players, args, update) -> list[list[vldac.Step]]:
     return episodes
 
 
-def make_minibatches(policy, episodes, args) -> list[list[vldac.MicroBatch]]:
-    """The steps of the groups whose returns differ, scored, with advantages and weights; perhaps none."""
+def make_minibatches(policy, episodes, args):
+    """The steps of the groups whose returns differ, scored, with advantages and weights; perhaps none.
+
+    Returns minibatches like vldac.make_minibatches, and for the log the statistics of vldac.score.
+    """
     returns = [sum(step.reward for step in episode) for episode in episodes]  # not discounted
     returns = torch.tensor(returns).view(-1, args.group_size)  # (G, K)
     advantages = leave_one_out(returns)  # (G, K), not divided by their deviation
@@ -98,30 +101,18 @@ def make_minibatches(policy, episodes, args) -> list[list[vldac.MicroBatch]]:
             step_advantages += [advantage.item()] * len(episode)
             episode_tokens += [tokens] * len(episode)
     if not steps:
-        return []
+        return [], {}
 
     minibatches = vldac.make_minibatches(steps, args)
     step_advantages = torch.tensor(step_advantages, device=args.device)  # (B,)
     episode_tokens = torch.tensor(episode_tokens, device=args.device)  # (B,)
     weights = len(steps) / len(episodes) / episode_tokens  # (B,)
+    values, stats = vldac.score(policy, minibatches)
     for micro in itertools.chain(*minibatches):
-        values = vldac.score(policy, micro)
-        micro.returns = torch.zeros_like(values)  # of no account: the value loss has the weight 0
+        micro.returns = values[micro.rows]  # of no account: the value loss has the weight 0
         micro.advantages = step_advantages[micro.rows]
         micro.weights = micro.mask * weights[micro.rows][:, None]  # (B, R)
-    return minibatches
-
-
-def sampling_statistics(minibatches) -> dict[str, float]:
-    """What vldac.compute_advantages logs of the policy that sampled."""
-    micro_batches = list(itertools.chain(*minibatches))
-    num_steps = sum(len(micro.rows) for micro in micro_batches)
-    kl = entropy = 0.0
-    for micro in micro_batches:
-        fraction = len(micro.rows) / num_steps
-        kl += fraction * vldac.kl_base(micro.logprobs, micro.baselogprobs, micro.mask).item()
-        entropy -= fraction * vldac.step_mean(micro.logprobs, micro.mask).item()
-    return {"kl_base": kl, "entropy": entropy}
+    return minibatches, stats
 
 
 def train(args, folder):
@@ -153,11 +144,9 @@ def train(args, folder):
             times = [time.perf_counter()]
             episodes = collect(policy, players, args, u)
             times.append(time.perf_counter())
-            minibatches = make_minibatches(policy, episodes, args)
+            minibatches, losses = make_minibatches(policy, episodes, args)
             times.append(time.perf_counter())
-            losses = {}
             if minibatches:
-                losses = sampling_statistics(minibatches)
                 losses |= vldac.update(policy, optimizer, minibatches, args, surrogate=loop_loss)
             times.append(time.perf_counter())
             row["episodes"] = [player.result() for player in players]
