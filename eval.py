@@ -8,9 +8,10 @@
     python eval.py hint --env OneRoom                  the world's hints: a scripted player
     python eval.py compare A.json B.json               paired difference of two results, exact McNemar test
     python eval.py table runs/A runs/B                 the figures of runs, a row each
+    python eval.py methods VL-DAC runs/*               grouped by name, and tested against VL-DAC
     python eval.py plot runs/A runs/B random.json      learning curves, results as dashed lines
 
-All but the last three play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
+All but the last four play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
 trains, and write to --out FILE. `page` plays as many as the run's own evaluations (20 if it had none). --mode
 greedy takes the likeliest tokens. Options given here win over those of the run. For plot, --out FILE comes
 last. A run may be one of RL4VLM or of LOOP (assets/) too.
@@ -73,6 +74,53 @@ def mcnemar(won, lost):
     """
     tail = sum(math.comb(won + lost, k) for k in range(min(won, lost) + 1))
     return min(1.0, 2 * tail / 2 ** (won + lost))
+
+
+def sign_flip(differences) -> float:
+    """Exact two-sided p of the hypothesis that paired differences are symmetric about 0 (Fisher 1935).
+
+    Under it each difference may as well have the other sign: p is the share of the 2^n choices of signs whose
+    sum is as far from 0 as the one seen, or farther. So three pairs cannot give less than 1/4.
+
+    >>> sign_flip([3, 1, 2]), sign_flip([3, -1, 2])  # the eight sums are 6, 4, 2, 0, 0, -2, -4, -6
+    (0.25, 0.5)
+    """
+    sums = np.zeros(1)
+    for x in differences:
+        sums = np.concatenate([sums + x, sums - x])
+    return np.mean(abs(sums) >= abs(sum(differences)) - 1e-9).item()
+
+
+def interval_of_mean(differences, alpha=0.05) -> tuple[float, float]:
+    """The means which `sign_flip` does not reject: its p for the differences less that mean is above alpha.
+
+    Its ends are the k-th smallest and largest of the means of all subsets, k = alpha / 2 * 2^n rounded down
+    (Hartigan 1969). With fewer than six differences nothing can be rejected.
+
+    >>> interval_of_mean([0, 2, 4, 6, 8, 10, 12])  # k = 3; the smallest are 0, (0 + 2) / 2, and 2
+    (2.0, 10.0)
+    """
+    sums, sizes = np.zeros(1), np.zeros(1)
+    for x in differences:
+        sums, sizes = np.concatenate([sums, sums + x]), np.concatenate([sizes, sizes + 1])
+    means = np.sort(sums[1:] / sizes[1:])  # without the empty subset
+    k = int(alpha / 2 * 2 ** len(differences))
+    return (means[k - 1].item(), means[-k].item()) if k else (-math.inf, math.inf)
+
+
+def holm(ps) -> list[float]:
+    """P-values corrected for their number (Holm 1979): the smallest times n, the next times n - 1, ...
+
+    None gets smaller than one before it.
+
+    >>> holm([0.01, 0.04, 0.03])  # 3 * 0.01, then 2 * 0.03, and not 1 * 0.04
+    [0.03, 0.06, 0.06]
+    """
+    corrected, largest = [0.0] * len(ps), 0.0
+    for rank, k in enumerate(np.argsort(ps)):
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[k]))
+        corrected[k] = largest
+    return corrected
 
 
 def summarize(episodes) -> dict:
@@ -371,12 +419,25 @@ class Curve:
     world: str
     label: str  # the run's name without world and seed
     seed: int
+    budget: int  # environment steps that were planned
+    ended: int | None  # where a run ended before them
     steps: np.ndarray  # (updates,)
     rates: np.ndarray  # (updates,) success, of the last 100 episodes
     before: float | None  # success on the fixed seeds
     after: float | None
-    parsed: float  # of the last evaluation's responses, without one of the last rollout's
-    agreement: float | None  # true thoughts in the last evaluation
+    parsed: float  # of the responses at the end
+    agreement: float | None  # true thoughts at the end
+
+    def mean(self) -> float:
+        """Success from step 0 to the budget in the mean: the area under the curve, divided by the budget.
+
+        Until the first rate it is that before training (if it was not measured, the first rate). A run that
+        ended before its budget keeps its last rate, as it keeps its last weights.
+        """
+        start = self.rates[0] if self.before is None else self.before
+        steps = [0, self.steps[0], *self.steps, self.budget]
+        rates = [start, start, *self.rates, self.rates[-1]]
+        return np.trapezoid(rates, steps).item() / self.budget
 
 
 def load_curve(folder) -> Curve:
@@ -393,38 +454,101 @@ def load_curve(folder) -> Curve:
     steps, rates = np.array(points).T
     world = re.sub(r"[^\w.-]+", "-", args["env"])  # as in the run's name
     label = folder.name.removeprefix(f"{world}-").removesuffix(f"-{args['seed']}")
-    evaluations = [row[f"eval/{name}"] for row in rows if f"eval/{name}" in row]
+    evaluations = []
+    for row in rows:
+        if f"eval/{name}" in row:
+            evaluations.append({key.removeprefix("eval/"): x for key, x in row.items()})
+    end = evaluations[-1] if len(evaluations) > 1 else {}
+    result = folder / "eval" / f"{world}-run-sampled-200.json"
+    if result.exists():
+        end = load_result(result)["summary"]
+    a_rollout = args["num_envs"] * args["num_steps"]  # what is left at the end may be less
     return Curve(
         world=args["env"],
         label=label,
         seed=args["seed"],
+        budget=args["total_timesteps"],
+        ended=last["global_step"] if last["global_step"] + a_rollout <= args["total_timesteps"] else None,
         steps=steps,
         rates=rates,
-        before=evaluations[0] if evaluations else None,
-        after=evaluations[-1] if len(evaluations) > 1 else None,
-        parsed=1 - last.get("eval/invalid_action_rate", last["charts/invalid_action_rate"]),
-        agreement=last.get("eval/thought_agreement"),
+        before=evaluations[0][name] if evaluations else None,
+        after=end.get(name),
+        parsed=1 - end.get("invalid_action_rate", last["charts/invalid_action_rate"]),
+        agreement=end.get("thought_agreement"),
     )
+
+
+def lines_of_table(names, lines) -> str:
+    """In Markdown. None is a dash."""
+    lines = [names, ["---"] * len(names), *lines]
+    return "\n".join(f"| {' | '.join('-' if x is None else x for x in line)} |" for line in lines)
+
+
+def rounded(x, digits=2) -> str | None:
+    return None if x is None else f"{x:.{digits}f}"
 
 
 def table(folders) -> str:
     """A row for every run."""
-    names = ["world", "run", "seed", "before", "after", "last 100", "mean", "steps to 0.8"]
-    names += ["parsed", "true thoughts"]
-    lines = [names, ["---"] * len(names)]
+    lines = []
     for folder in folders:
         curve = load_curve(Path(folder))
-        steps = np.linspace(curve.steps[0], curve.steps[-1], 1000)
-        mean = np.interp(steps, curve.steps, curve.rates).mean()
         solved = curve.steps[curve.rates >= 0.8]
-        line = [curve.world, curve.label, str(curve.seed)]
-        for x in (curve.before, curve.after, curve.rates[-1], mean):
-            line.append("-" if x is None else f"{x:.2f}")
-        line.append(f"{solved[0]:,.0f}" if len(solved) else "never")
-        line.append(f"{curve.parsed:.3f}")
-        line.append("-" if curve.agreement is None else f"{curve.agreement:.2f}")
+        lines.append(
+            [
+                curve.world,
+                curve.label if curve.ended is None else f"{curve.label}, ended at step {curve.ended:,}",
+                str(curve.seed),
+                rounded(curve.before),
+                rounded(curve.after, 3),
+                rounded(curve.rates[-1]),
+                rounded(curve.mean(), 3),
+                f"{solved[0]:,.0f}" if len(solved) else "never",
+                rounded(curve.parsed, 3),
+                rounded(curve.agreement),
+            ]
+        )
+    names = ["world", "run", "seed", "before", "after", "last 100", "mean", "steps to 0.8"]
+    return lines_of_table([*names, "parsed", "true thoughts"], lines)
+
+
+def methods(baseline, folders) -> str:
+    """A row for every method, and what its seeds differ in from those of the baseline, pair by pair."""
+    curves = [load_curve(Path(folder)) for folder in folders]
+    groups = {}
+    for group in groups_of(curves):
+        groups[group[0].label] = sorted(group, key=lambda curve: curve.seed)
+    if len({curve.world for curve in curves}) > 1:
+        raise UserError("methods are compared in one world")
+    if baseline not in groups:
+        raise UserError(f"no run is called {baseline}; there are: {', '.join(groups)}")
+    base = groups[baseline]
+    differences = {}
+    for label, group in groups.items():
+        if [curve.seed for curve in group] != [curve.seed for curve in base]:
+            raise UserError(f"the seeds of {label} are not those of {baseline}")
+        pairs = zip(group, base, strict=True)
+        differences[label] = [curve.mean() - other.mean() for curve, other in pairs]
+    others = [label for label in groups if label != baseline]
+    ps = [sign_flip(differences[label]) for label in others]
+    corrected = holm(ps)
+
+    lines = []
+    for label in [baseline, *others]:
+        group = groups[label]
+        test = [None] * 4
+        if label != baseline:
+            low, high = interval_of_mean(differences[label])
+            k = others.index(label)
+            test = [f"{np.mean(differences[label]):+.3f}", f"{low:+.3f} to {high:+.3f}"]
+            test += [f"{ps[k]:.3f}", f"{corrected[k]:.3f}"]
+        line = [label, str(len(group)), rounded(np.mean([curve.mean() for curve in group]), 3), *test]
+        for name, digits in (("after", 3), ("parsed", 3), ("agreement", 2)):
+            values = [getattr(curve, name) for curve in group]
+            line.append(None if None in values else rounded(np.mean(values), digits))
         lines.append(line)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    names = ["method", "seeds", "mean", f"less {baseline}", "95 % interval", "p", "p (Holm)"]
+    return lines_of_table([*names, "after", "parsed", "true thoughts"], lines)
 
 
 def groups_of(curves) -> list[list[Curve]]:
@@ -554,6 +678,8 @@ def main(argv=None):
                 print(compare(a, b))
             case ["table", *folders] if folders:
                 print(table(folders))
+            case ["methods", baseline, *folders] if folders:
+                print(methods(baseline, folders))
             case ["plot", *paths, "--out", out] if paths:
                 plot(paths, out)
             case ["plot", *paths] if paths:

@@ -2494,16 +2494,17 @@ def test_one_process_teaches_the_toy_and_the_run_keeps_it(toy_run, tmp_path, mon
 
 
 def test_the_toy_s_lesson_has_random_actions_and_hints():
-    args = Args(env="NumberLine", num_envs=4, num_images=1)
-    examples = toy.play(args, 400, seed=0)
-    rng = random.Random(0)
-    hinted = []
-    for example in examples:
-        response = json.loads(example.response(rng))
-        hinted.append(response["action"] == example.hint)
-        assert response["thoughts"] == example.caption
-    assert 0.55 < np.mean(hinted) < 0.70  # 1/4 + 3/4 * 1/2
-    assert len({example.caption for example in examples}) > 20
+    """The hint has the chance of a quarter, in EZPoints of a half; where it is not said, a random action."""
+    for env, actions, share in (("NumberLine", 2, 0.25), ("EZPoints", 13, 0.5)):
+        examples = toy.play(Args(env=env, num_envs=4, num_images=1), 400, seed=0)
+        rng = random.Random(0)
+        hinted = []
+        for example in examples:
+            response = json.loads(example.response(rng))
+            hinted.append(response["action"] == example.hint)
+            assert response["thoughts"] == example.caption
+        assert np.mean(hinted) == pytest.approx(share + (1 - share) / actions, abs=0.06)
+        assert len({example.caption for example in examples}) > 20
 
 
 def test_the_toy_is_taught_again_for_what_its_lesson_depends_on_only(tmp_path, monkeypatch):
@@ -2532,20 +2533,76 @@ def test_the_toy_is_taught_again_for_what_its_lesson_depends_on_only(tmp_path, m
     assert taught[0][:3] == [sys.executable, toy.__file__, first]
 
 
-def test_the_script_of_all_runs_says_what_failed(tmp_path):
-    """And goes on with the rest; here every python fails."""
-    (tmp_path / "assets").mkdir()
+def compare_sh(tmp_path, python):
+    """Run assets/compare.sh in a folder of its own, with a script as its python."""
+    (tmp_path / "assets").mkdir(exist_ok=True)
     shutil.copy(ROOT / "assets" / "compare.sh", tmp_path / "assets")
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho no disk left >&2\nexit 3\n")
-    python.chmod(0o755)
+    (tmp_path / "python").write_text(python)
+    (tmp_path / "python").chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["bash", str(tmp_path / "assets" / "compare.sh")]
-    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True)
+    return subprocess.run(command, env=os.environ | path, capture_output=True, text=True)
+
+
+def test_the_script_of_all_runs_says_what_failed(tmp_path):
+    """And goes on with the rest; here every python fails."""
+    done = compare_sh(tmp_path, "#!/bin/sh\necho no disk left >&2\nexit 3\n")
     assert done.returncode == 1
-    assert "OneRoom-VL-DAC-0 failed: no disk left" in done.stderr
+    assert "OneRoom-VL-DAC-20 failed: no disk left" in done.stderr
     assert "OneRoom-random.json failed: no disk left" in done.stderr
     assert not (tmp_path / "assets" / "logs").exists()
+
+
+A_PYTHON = """#!/bin/bash
+if [ "$1" = - ]; then exec REAL "$@"; fi  # what the script itself computes
+echo "$*" >> calls
+case "$1 $2" in
+  "eval.py run") mkdir "$3/eval" && echo '{}' > "$3/eval/result.json" && exit ;;
+  eval.py*) mkdir -p assets/results && touch "$6" && exit ;;
+  *--resume) folder=$3 ;;
+  *) folder=runs/compare/$5 ;;
+esac
+mkdir -p $folder
+touch $folder/args.json
+echo '{"global_step": 512, "losses/entropy": 0.1234567, "samples": [], "episodes": []}' > $folder/log.jsonl
+if [ -e "ends/${folder##*/}" ]; then cat "ends/${folder##*/}"; exit 1; fi
+"""
+
+
+def test_the_script_of_all_runs_goes_on_and_takes_nan_as_a_result(tmp_path):
+    """One run was stopped, and three end in NaN, each in another place; what is finished is not run again."""
+    parameter = torch.zeros(2, requires_grad=True)
+    parameter.grad = torch.tensor([1.0, math.nan])
+    ends = {
+        "LOOP": lambda: torch.nn.utils.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True),
+        "RL4VLM-0.5": lambda: torch.multinomial(parameter.grad, 1),
+        "VL-DAC": lambda: json.dumps(math.nan, allow_nan=False),
+    }
+    (tmp_path / "ends").mkdir()
+    for name, end in ends.items():
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            end()
+        (tmp_path / "ends" / f"OneRoom-{name}-20").write_text(f"{error.typename}: {error.value}\n")
+    stopped = tmp_path / "runs" / "compare" / "OneRoom-VL-DAC-21"
+    stopped.mkdir(parents=True)
+    (stopped / "args.json").touch()
+
+    done = compare_sh(tmp_path, A_PYTHON.replace("REAL", sys.executable))
+    assert done.returncode == 0 and done.stderr == ""
+    for name in ends:
+        assert f"OneRoom-{name}-20 was ended by NaN or infinity" in done.stdout
+    calls = (tmp_path / "calls").read_text().splitlines()
+    resumed = [call for call in calls if "--resume" in call]
+    assert resumed == ["vldac.py --resume runs/compare/OneRoom-VL-DAC-21"]
+    logs = list((tmp_path / "assets" / "logs").iterdir())
+    assert len(logs) == 5 * 10 + 5 * 5 and len(calls) == 2 * len(logs) + 2 * 6
+    for log in logs:
+        assert {path.name for path in log.iterdir()} == {"args.json", "eval", "log.jsonl"}
+        assert (log / "log.jsonl").read_text() == '{"global_step": 512, "losses/entropy": 0.12346}\n'
+
+    (tmp_path / "calls").unlink()
+    assert compare_sh(tmp_path, A_PYTHON).returncode == 0
+    assert not (tmp_path / "calls").exists()
 
 
 def test_the_benchmark_runs(capsys):
@@ -2714,13 +2771,45 @@ eval.report(result, eval.Args(out=sys.argv[1]), eval.Path(), "\\u65e5\\u672c")
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == "\u65e5\u672c"
 
 
-def write_log(folder, env, name, rates):
+@pytest.mark.parametrize("n", [1, 3, 6, 10])
+def test_a_sign_flip_test_is_that_of_all_choices_of_signs(n):
+    """Its floor is 2 / 2^n: a quarter for three pairs. The interval has the means it does not reject."""
+    assert evaluation.sign_flip(range(1, n + 1)) == 2 / 2**n
+    assert evaluation.sign_flip([0.0] * n) == 1.0
+    for seed in range(20):
+        differences = np.random.default_rng(seed).normal(0.5, 1.0, n)
+        signs = np.array(list(itertools.product([-1, 1], repeat=n)))  # (2^n, n)
+        far = abs(signs @ differences) >= abs(differences.sum()) - 1e-9
+        assert evaluation.sign_flip(differences) == far.mean() == evaluation.sign_flip(-differences)
+
+        low, high = evaluation.interval_of_mean(differences)
+        if n < 6:
+            assert (low, high) == (-math.inf, math.inf)
+            continue
+        assert low < differences.mean() < high
+        for inside, outside in ((low + 1e-6, low - 1e-6), (high - 1e-6, high + 1e-6)):
+            assert (
+                evaluation.sign_flip(differences - inside)
+                > 0.05
+                >= evaluation.sign_flip(differences - outside)
+            )
+
+
+def test_holm_s_correction():
+    """By hand: 4 * .01, then 3 * .02, 2 * .3 and 1 * .4, which may not be below the one before."""
+    assert evaluation.holm([0.4, 0.01, 0.3, 0.02]) == pytest.approx([0.6, 0.04, 0.6, 0.06])
+    assert evaluation.holm([0.7, 0.8]) == [1.0, 1.0]
+    assert evaluation.holm([0.03]) == [0.03]
+
+
+def write_log(folder, env, name, rates, budget=40):
     """A run's folder with these rates every ten steps, the first of them not there yet."""
     folder.mkdir()
-    seed = int(folder.name[-1])
-    (folder / "args.json").write_text(json.dumps({"env": env, "seed": seed}))
+    options = {"env": env, "seed": int(folder.name[-1]), "num_envs": 5, "num_steps": 2}
+    (folder / "args.json").write_text(json.dumps(options | {"total_timesteps": budget}))
     invalid = {"charts/invalid_action_rate": 0.25}
-    rows = [invalid | {"global_step": 10, f"eval/{name}": rates[0] / 2}]
+    rows = [{"global_step": 0, f"eval/{name}": rates[0] / 2}]
+    rows.append(invalid | {"global_step": 10, f"charts/{name}": None})
     for k, rate in enumerate(rates, 2):
         rows.append(invalid | {"global_step": 10 * k, f"charts/{name}": rate})
     rows[-1] |= {f"eval/{name}": 0.9, "eval/thought_agreement": 0.5}
@@ -2733,17 +2822,56 @@ def write_log(folder, env, name, rates):
 def logs(tmp_path):
     write_log(tmp_path / "NumberLine-tiny-0", "NumberLine", "success_rate", [0.2, 0.6, 1.0])
     write_log(tmp_path / "NumberLine-tiny-1", "NumberLine", "success_rate", [0.4, 0.8, 0.6])
-    write_log(tmp_path / "lake-Lake-v0-tiny-1", "lake:Lake-v0", "positive_return", [0.4, 0.8, 0.6])
+    write_log(tmp_path / "lake-Lake-v0-tiny-1", "lake:Lake-v0", "positive_return", [0.4, 0.8, 0.6], budget=60)
     return sorted(map(str, tmp_path.iterdir()))
 
 
 def test_a_table_of_runs(logs, capsys):
-    """By hand: 0.8 is reached at step 40 and 30; a world without a flag; parsed is the evaluation's."""
+    """By hand: the means are (2 + 4 + 8) / 40, (4 + 6 + 7) / 40 and, with the last rate kept, (17 + 12) / 60.
+
+    Until step 20 it is the evaluation before training that counts. 0.8 is reached at step 40 and 30; the last
+    run, which ended early, is of a world without a flag; what parsed is the evaluation's if it says so.
+    """
     evaluation.main(["table", *logs])
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| NumberLine | tiny | 0 | 0.10 | 0.90 | 1.00 | 0.60 | 40 | 0.875 | 0.50 |",
-        "| NumberLine | tiny | 1 | 0.20 | 0.90 | 0.60 | 0.65 | 30 | 0.875 | 0.50 |",
-        "| lake:Lake-v0 | tiny | 1 | 0.20 | 0.90 | 0.60 | 0.65 | 30 | 0.750 | 0.50 |",
+        "| NumberLine | tiny | 0 | 0.10 | 0.900 | 1.00 | 0.350 | 40 | 0.875 | 0.50 |",
+        "| NumberLine | tiny | 1 | 0.20 | 0.900 | 0.60 | 0.425 | 30 | 0.875 | 0.50 |",
+        "| lake:Lake-v0 | tiny, ended at step 40 | 1 | 0.20 | 0.900 | 0.60 | 0.483 | 30 | 0.750 | 0.50 |",
+    ]
+
+
+def test_a_table_has_the_200_episodes_where_they_were_played(logs, capsys):
+    folder = Path(logs[0], "eval")
+    folder.mkdir()
+    summary = {"success_rate": 0.125, "invalid_action_rate": 0.5, "thought_agreement": 0.25}
+    result = json.dumps({"task": {}, "summary": summary, "episodes": []})
+    (folder / "NumberLine-run-greedy-200.json").write_text(result)
+    evaluation.main(["table", logs[0]])
+    assert "| 0.900 | 1.00 | 0.350 | 40 | 0.875 | 0.50 |" in capsys.readouterr().out
+    (folder / "NumberLine-run-sampled-200.json").write_text(result)
+    evaluation.main(["table", logs[0]])
+    assert "| 0.125 | 1.00 | 0.350 | 40 | 0.500 | 0.25 |" in capsys.readouterr().out
+
+
+def test_methods_are_tested_pair_by_pair(tmp_path, capsys):
+    """By hand: the constant rates are the means, so the differences are .3, .2, .1 and .1, 0, -.1."""
+    rates = {"VL-DAC": (0.5, 0.6, 0.7), "other": (0.8, 0.8, 0.8), "same": (0.6, 0.6, 0.6)}
+    for label, of_seeds in rates.items():
+        for seed, rate in enumerate(of_seeds):
+            folder = tmp_path / f"NumberLine-{label}-{seed}"
+            write_log(folder, "NumberLine", "success_rate", [2 * rate, 0.0, 0.0])
+            rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+            for row in rows[2:]:
+                row["charts/success_rate"] = rate
+            (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    folders = sorted(map(str, tmp_path.iterdir()), reverse=True)  # the order does not matter to the pairs
+    evaluation.main(["methods", "VL-DAC", *folders])
+    names, _, *lines = capsys.readouterr().out.splitlines()
+    assert "| less VL-DAC | 95 % interval | p | p (Holm) |" in names
+    assert lines == [
+        "| VL-DAC | 3 | 0.600 | - | - | - | - | 0.900 | 0.875 | 0.50 |",
+        "| same | 3 | 0.600 | +0.000 | -inf to +inf | 1.000 | 1.000 | 0.900 | 0.875 | 0.50 |",
+        "| other | 3 | 0.800 | +0.200 | -inf to +inf | 0.250 | 0.500 | 0.900 | 0.875 | 0.50 |",
     ]
 
 
@@ -2766,6 +2894,10 @@ WRONG_EVALUATIONS = {
     "plot empty": "empty is not the folder of a run",
     "table empty": "empty is not the folder of a run",
     "page empty": "empty is not the folder of a run",
+    "methods tiny NumberLine-tiny-0 lake-Lake-v0-tiny-1": "methods are compared in one world",
+    "methods VL-DAC NumberLine-tiny-0": "no run is called VL-DAC; there are: tiny",
+    "methods other NumberLine-other-0 NumberLine-tiny-1": "the seeds of tiny are not those of other",
+    "methods tiny": "python eval.py run runs/NAME",
     "plot": "python eval.py run runs/NAME",
     "": "python eval.py run runs/NAME",  # the usage
     "compare a.json": "python eval.py run runs/NAME",
@@ -2773,8 +2905,9 @@ WRONG_EVALUATIONS = {
 
 
 @pytest.mark.parametrize("words", WRONG_EVALUATIONS)
-def test_wrong_evaluations(words, tmp_path, capsys, monkeypatch):
+def test_wrong_evaluations(words, logs, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(logs[0], "NumberLine-other-0")
     (tmp_path / "empty").mkdir()
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(SystemExit) as stop:
@@ -2843,7 +2976,7 @@ WORLDS_OF_THE_README = ("OneRoom", "Hallway", "NumberLine", "EZPoints")
 def test_the_tables_of_results_are_those_of_the_logs():
     logs = ROOT / "assets" / "logs"
     first_page = [logs / f"{world}-VL-DAC-{seed}" for world in WORLDS_OF_THE_README for seed in range(3)]
-    for readme, folders in (("README.md", first_page), ("assets/README.md", sorted(logs.iterdir()))):
+    for readme, folders in (("README.md", first_page), ("assets/README.md", sorted(logs.glob("*-[012]")))):
         text = (ROOT / readme).read_text("utf-8")
         assert re.findall("<!-- results -->\n(.*?)\n<!-- end -->", text, re.S) == [evaluation.table(folders)]
 

@@ -36,8 +36,8 @@ import envs  # noqa: E402
 import vldac  # noqa: E402
 
 FIXED_THOUGHT = "let me see"  # in a world without captions
-# How often the action it is taught is the hint, if there is one. EZPoints pays only for four right symbols in a
-# row: with a quarter that happens about once in a hundred episodes, and some seeds never start to learn.
+# How often the action it is taught is the hint, if there is one. EZPoints pays only for four right symbols in
+# a row: with a quarter that happens about once in a hundred episodes, and some seeds never start to learn.
 HINT_SHARE = {"EZPoints": 0.5}
 NAMES = "endoftext im_start im_end vision_start vision_end image_pad video_pad".split()
 SPECIAL = [f"<|{name}|>" for name in NAMES]
