@@ -8,7 +8,7 @@
     python eval.py hint --env OneRoom                  the world's hints: a scripted player
     python eval.py compare A.json B.json               paired difference of two results, exact McNemar test
     python eval.py table runs/A runs/B                 the figures of runs, a row each
-    python eval.py methods VL-DAC runs/*               grouped by name, and tested against VL-DAC
+    python eval.py methods VL-DAC runs/*               each method against VL-DAC, paired by seed
     python eval.py plot runs/A runs/B random.json      learning curves, results as dashed lines
 
 All but the last four play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
@@ -79,8 +79,8 @@ def mcnemar(won, lost):
 def sign_flip(differences) -> float:
     """Exact two-sided p of the hypothesis that paired differences are symmetric about 0 (Fisher 1935).
 
-    Under it each difference may as well have the other sign: p is the share of the 2^n choices of signs whose
-    sum is as far from 0 as the one seen, or farther. So three pairs cannot give less than 1/4.
+    Under it each difference is as likely with the opposite sign: p is the share of the 2^n choices of signs
+    whose sum is as far from 0 as the one seen, or farther. So three pairs cannot give less than 1/4.
 
     >>> sign_flip([3, 1, 2]), sign_flip([3, -1, 2])  # the eight sums are 6, 4, 2, 0, 0, -2, -4, -6
     (0.25, 0.5)
@@ -92,10 +92,11 @@ def sign_flip(differences) -> float:
 
 
 def interval_of_mean(differences, alpha=0.05) -> tuple[float, float]:
-    """The means which `sign_flip` does not reject: its p for the differences less that mean is above alpha.
+    """From the lowest to the highest mean which `sign_flip` does not reject at the level alpha.
 
-    Its ends are the k-th smallest and largest of the means of all subsets, k = alpha / 2 * 2^n rounded down
-    (Hartigan 1969). With fewer than six differences nothing can be rejected.
+    A mean is not rejected if the test of (differences - mean) gives p > alpha. The ends are the k-th smallest
+    and the k-th largest of the means of all subsets, k = alpha / 2 * 2^n rounded down (Hartigan 1969). At the
+    level 0.05, fewer than six differences reject nothing.
 
     >>> interval_of_mean([0, 2, 4, 6, 8, 10, 12])  # k = 3; the smallest are 0, (0 + 2) / 2, and 2
     (2.0, 10.0)
@@ -111,7 +112,7 @@ def interval_of_mean(differences, alpha=0.05) -> tuple[float, float]:
 def holm(ps) -> list[float]:
     """P-values corrected for their number (Holm 1979): the smallest times n, the next times n - 1, ...
 
-    None gets smaller than one before it.
+    None is below the one before it.
 
     >>> holm([0.01, 0.04, 0.03])  # 3 * 0.01, then 2 * 0.03, and not 1 * 0.04
     [0.03, 0.06, 0.06]
@@ -435,8 +436,10 @@ class Curve:
         ended before its budget keeps its last rate, as it keeps its last weights.
         """
         start = self.rates[0] if self.before is None else self.before
-        steps = [0, self.steps[0], *self.steps, self.budget]
-        rates = [start, start, *self.rates, self.rates[-1]]
+        end = np.interp(self.budget, self.steps, self.rates)  # LOOP's last episodes may end beyond the budget
+        inside = self.steps < self.budget
+        steps = [0, self.steps[0], *self.steps[inside], self.budget]
+        rates = [start, start, *self.rates[inside], end]
         return np.trapezoid(rates, steps).item() / self.budget
 
 
@@ -513,13 +516,13 @@ def table(folders) -> str:
 
 
 def methods(baseline, folders) -> str:
-    """A row for every method, and what its seeds differ in from those of the baseline, pair by pair."""
+    """A row for every method: its means over seeds, and its paired differences from the baseline, tested."""
     curves = [load_curve(Path(folder)) for folder in folders]
     groups = {}
     for group in groups_of(curves):
         groups[group[0].label] = sorted(group, key=lambda curve: curve.seed)
-    if len({curve.world for curve in curves}) > 1:
-        raise UserError("methods are compared in one world")
+    if len({(curve.world, curve.budget) for curve in curves}) > 1:
+        raise UserError("methods are compared in one world, with one budget")
     if baseline not in groups:
         raise UserError(f"no run is called {baseline}; there are: {', '.join(groups)}")
     base = groups[baseline]
@@ -531,23 +534,25 @@ def methods(baseline, folders) -> str:
         differences[label] = [curve.mean() - other.mean() for curve, other in pairs]
     others = [label for label in groups if label != baseline]
     ps = [sign_flip(differences[label]) for label in others]
-    corrected = holm(ps)
+    tests = dict(zip(others, zip(ps, holm(ps), strict=True), strict=True))
 
     lines = []
     for label in [baseline, *others]:
         group = groups[label]
         test = [None] * 4
-        if label != baseline:
+        if label in tests:
             low, high = interval_of_mean(differences[label])
-            k = others.index(label)
+            p, corrected = tests[label]
             test = [f"{np.mean(differences[label]):+.3f}", f"{low:+.3f} to {high:+.3f}"]
-            test += [f"{ps[k]:.3f}", f"{corrected[k]:.3f}"]
-        line = [label, str(len(group)), rounded(np.mean([curve.mean() for curve in group]), 3), *test]
+            test += [f"{p:.3f}", f"{corrected:.3f}"]
+        ended = sum(curve.ended is not None for curve in group)
+        seeds = f"{len(group)}, {ended} ended early" if ended else str(len(group))
+        line = [label, seeds, rounded(np.mean([curve.mean() for curve in group]), 3), *test]
         for name, digits in (("after", 3), ("parsed", 3), ("agreement", 2)):
             values = [getattr(curve, name) for curve in group]
             line.append(None if None in values else rounded(np.mean(values), digits))
         lines.append(line)
-    names = ["method", "seeds", "mean", f"less {baseline}", "95 % interval", "p", "p (Holm)"]
+    names = ["method", "seeds", "mean", f"minus {baseline}", "95 % interval", "p", "p (Holm)"]
     return lines_of_table([*names, "after", "parsed", "true thoughts"], lines)
 
 

@@ -8,6 +8,7 @@ import concurrent.futures
 import dataclasses
 import doctest
 import enum
+import fcntl
 import functools
 import http.server
 import importlib
@@ -2549,7 +2550,7 @@ def test_the_script_of_all_runs_says_what_failed(tmp_path):
     done = compare_sh(tmp_path, "#!/bin/sh\necho no disk left >&2\nexit 3\n")
     assert done.returncode == 1
     assert "OneRoom-VL-DAC-20 failed: no disk left" in done.stderr
-    assert "OneRoom-random.json failed: no disk left" in done.stderr
+    assert "OneRoom-random failed: no disk left" in done.stderr
     assert not (tmp_path / "assets" / "logs").exists()
 
 
@@ -2558,7 +2559,7 @@ if [ "$1" = - ]; then exec REAL "$@"; fi  # what the script itself computes
 echo "$*" >> calls
 case "$1 $2" in
   "eval.py run") mkdir "$3/eval" && echo '{}' > "$3/eval/result.json" && exit ;;
-  eval.py*) mkdir -p assets/results && touch "$6" && exit ;;
+  eval.py*) touch "$6" && exit ;;
   *--resume) folder=$3 ;;
   *) folder=runs/compare/$5 ;;
 esac
@@ -2586,6 +2587,8 @@ def test_the_script_of_all_runs_goes_on_and_takes_nan_as_a_result(tmp_path):
     stopped = tmp_path / "runs" / "compare" / "OneRoom-VL-DAC-21"
     stopped.mkdir(parents=True)
     (stopped / "args.json").touch()
+    torn = tmp_path / "runs" / "compare" / "OneRoom-VL-DAC-22"  # it has no args.json
+    (torn / "base").mkdir(parents=True)
 
     done = compare_sh(tmp_path, A_PYTHON.replace("REAL", sys.executable))
     assert done.returncode == 0 and done.stderr == ""
@@ -2594,15 +2597,37 @@ def test_the_script_of_all_runs_goes_on_and_takes_nan_as_a_result(tmp_path):
     calls = (tmp_path / "calls").read_text().splitlines()
     resumed = [call for call in calls if "--resume" in call]
     assert resumed == ["vldac.py --resume runs/compare/OneRoom-VL-DAC-21"]
+    of_a_seed = {call.partition(" --env ")[2] for call in calls if call.endswith("-29") or "seed 29" in call}
+    assert of_a_seed == {
+        "OneRoom --seed 29",  # VL-DAC, and LOOP
+        "OneRoom --seed 29 --thought_coef 0.5",
+        "OneRoom --seed 29 --kl_ref old",
+        "OneRoom --seed 29 --kl_coef 0",
+        "",  # evaluations
+    }
+    for options in ("VL-DAC-no-KL-29 --env OneRoom --seed 29 --kl_coef 0", "LOOP-29 --env OneRoom --seed 29"):
+        assert any(call.endswith(f"--run_name OneRoom-{options}") for call in calls)
     logs = list((tmp_path / "assets" / "logs").iterdir())
     assert len(logs) == 5 * 10 + 5 * 5 and len(calls) == 2 * len(logs) + 2 * 6
     for log in logs:
         assert {path.name for path in log.iterdir()} == {"args.json", "eval", "log.jsonl"}
         assert (log / "log.jsonl").read_text() == '{"global_step": 512, "losses/entropy": 0.12346}\n'
 
+    assert not (torn / "base").exists()
     (tmp_path / "calls").unlink()
     assert compare_sh(tmp_path, A_PYTHON).returncode == 0
     assert not (tmp_path / "calls").exists()
+
+
+def test_the_script_of_all_runs_keeps_no_log_without_an_evaluation(tmp_path):
+    """A run whose evaluation fails is not finished. Nor does a second script start beside the first."""
+    no_evaluation = A_PYTHON.replace('mkdir "$3/eval"', "echo no disk left >&2; exit 1")
+    done = compare_sh(tmp_path, no_evaluation.replace("REAL", sys.executable))
+    assert done.returncode == 1 and "OneRoom-LOOP-20 failed: no disk left" in done.stderr
+    assert not (tmp_path / "assets" / "logs").exists()
+    with open(tmp_path / "runs" / "compare" / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "it is running already" in compare_sh(tmp_path, no_evaluation).stderr
 
 
 def test_the_benchmark_runs(capsys):
@@ -2776,6 +2801,7 @@ def test_a_sign_flip_test_is_that_of_all_choices_of_signs(n):
     """Its floor is 2 / 2^n: a quarter for three pairs. The interval has the means it does not reject."""
     assert evaluation.sign_flip(range(1, n + 1)) == 2 / 2**n
     assert evaluation.sign_flip([0.0] * n) == 1.0
+    assert evaluation.sign_flip([0.1, 0.2, -0.3]) == 1.0  # the sum is 0, but for rounding
     for seed in range(20):
         differences = np.random.default_rng(seed).normal(0.5, 1.0, n)
         signs = np.array(list(itertools.product([-1, 1], repeat=n)))  # (2^n, n)
@@ -2802,17 +2828,17 @@ def test_holm_s_correction():
     assert evaluation.holm([0.03]) == [0.03]
 
 
-def write_log(folder, env, name, rates, budget=40):
+def write_log(folder, env, name, rates, budget=40, before=None, end=0.9):
     """A run's folder with these rates every ten steps, the first of them not there yet."""
     folder.mkdir()
     options = {"env": env, "seed": int(folder.name[-1]), "num_envs": 5, "num_steps": 2}
     (folder / "args.json").write_text(json.dumps(options | {"total_timesteps": budget}))
     invalid = {"charts/invalid_action_rate": 0.25}
-    rows = [{"global_step": 0, f"eval/{name}": rates[0] / 2}]
+    rows = [{"global_step": 0, f"eval/{name}": rates[0] / 2 if before is None else before}]
     rows.append(invalid | {"global_step": 10, f"charts/{name}": None})
     for k, rate in enumerate(rates, 2):
         rows.append(invalid | {"global_step": 10 * k, f"charts/{name}": rate})
-    rows[-1] |= {f"eval/{name}": 0.9, "eval/thought_agreement": 0.5}
+    rows[-1] |= {f"eval/{name}": end, "eval/thought_agreement": 0.5}
     if env == "NumberLine":
         rows[-1]["eval/invalid_action_rate"] = 0.125
     (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -2853,25 +2879,46 @@ def test_a_table_has_the_200_episodes_where_they_were_played(logs, capsys):
     assert "| 0.125 | 1.00 | 0.350 | 40 | 0.500 | 0.25 |" in capsys.readouterr().out
 
 
+def test_a_mean_counts_the_budget(tmp_path):
+    """By hand; without an evaluation before training the first rate stands for it."""
+    rates = {"label": "x", "seed": 0, "ended": None, "after": None, "parsed": 1.0, "agreement": None}
+    rates |= {"world": "OneRoom", "steps": np.array([20, 40]), "rates": np.array([0.2, 0.6])}
+    for budget, before, area in (
+        (40, 0.1, 20 * 0.1 + 20 * 0.4),
+        (40, None, 20 * 0.2 + 20 * 0.4),
+        (60, 0.1, 20 * 0.1 + 20 * 0.4 + 20 * 0.6),
+        (30, 0.1, 20 * 0.1 + 10 * 0.3),  # LOOP may end beyond the budget
+    ):
+        assert evaluation.Curve(**rates, budget=budget, before=before).mean() == pytest.approx(area / budget)
+
+
 def test_methods_are_tested_pair_by_pair(tmp_path, capsys):
-    """By hand: the constant rates are the means, so the differences are .3, .2, .1 and .1, 0, -.1."""
-    rates = {"VL-DAC": (0.5, 0.6, 0.7), "other": (0.8, 0.8, 0.8), "same": (0.6, 0.6, 0.6)}
+    """By hand: the rates are constant, so they are the means; with six seeds an interval is the extremes.
+
+    The differences of "other" are .1 to .6, of "same" .3 and five times -.1 or .1. One run ended early.
+    """
+    rates = {
+        "same": (0.4, 0.4, 0.4, 0.4, 0.4, 0.6),
+        "VL-DAC": (0.1, 0.5, 0.3, 0.5, 0.3, 0.5),
+        "other": (0.2, 0.7, 0.6, 0.9, 0.8, 1.1),
+    }
+    folders = []
     for label, of_seeds in rates.items():
         for seed, rate in enumerate(of_seeds):
             folder = tmp_path / f"NumberLine-{label}-{seed}"
-            write_log(folder, "NumberLine", "success_rate", [2 * rate, 0.0, 0.0])
-            rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-            for row in rows[2:]:
-                row["charts/success_rate"] = rate
-            (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    folders = sorted(map(str, tmp_path.iterdir()), reverse=True)  # the order does not matter to the pairs
+            write_log(folder, "NumberLine", "success_rate", [rate] * 3, before=rate, end=seed / 10)
+            folders.append(str(folder))
+    log = tmp_path / "NumberLine-same-5" / "log.jsonl"
+    log.write_text("\n".join(log.read_text().splitlines()[:-1]))
+    folders = folders[::2] + folders[1::2][::-1]  # in no order
     evaluation.main(["methods", "VL-DAC", *folders])
     names, _, *lines = capsys.readouterr().out.splitlines()
-    assert "| less VL-DAC | 95 % interval | p | p (Holm) |" in names
+    assert "| minus VL-DAC | 95 % interval | p | p (Holm) | after | parsed | true thoughts |" in names
+    # The sums of +-.3 and five +-.1 that are at least .4 from 0: 2 * (1 + 5 + 10) of 64.
     assert lines == [
-        "| VL-DAC | 3 | 0.600 | - | - | - | - | 0.900 | 0.875 | 0.50 |",
-        "| same | 3 | 0.600 | +0.000 | -inf to +inf | 1.000 | 1.000 | 0.900 | 0.875 | 0.50 |",
-        "| other | 3 | 0.800 | +0.200 | -inf to +inf | 0.250 | 0.500 | 0.900 | 0.875 | 0.50 |",
+        "| VL-DAC | 6 | 0.367 | - | - | - | - | 0.250 | 0.875 | 0.50 |",
+        "| same | 6, 1 ended early | 0.433 | +0.067 | -0.100 to +0.300 | 0.500 | 0.500 | - | 0.854 | - |",
+        "| other | 6 | 0.717 | +0.350 | +0.100 to +0.600 | 0.031 | 0.062 | 0.250 | 0.875 | 0.50 |",
     ]
 
 

@@ -1,42 +1,52 @@
 #!/usr/bin/env bash
 # Every training run behind the tables and figures, two at a time, on two cores:  bash assets/compare.sh
-# A run that is finished is skipped and one that was stopped goes on, so this can be started again at any time.
+# A run that is finished is skipped and one that was stopped goes on, so this can be started again after any stop.
 #
 # Written before the first of these runs, and not changed after it:
 # * The settings were found on seeds 0 to 14. Nobody has looked at seeds 20 to 29. All of them are reported.
 # * OneRoom, ten seeds, VL-DAC and four others. The primary figure is the mean success from step 0 to the budget
-#   (Curve.mean of eval.py). Each of the four is tested against VL-DAC by the exact two-sided sign-flip test over
-#   the ten pairs of equal seed, with Holm's correction for four tests. The interval of the mean difference comes
-#   from inverting the test. Without a test: success, parsed responses and true thoughts in the 200 episodes at
-#   the end. `python eval.py methods VL-DAC assets/logs/OneRoom-*-2?` computes all of this.
+#   (Curve.mean of eval.py), where success is that of the last 100 training episodes. Each of the four is tested
+#   against VL-DAC by the exact two-sided sign-flip test over the ten pairs of equal seed, with Holm's correction
+#   for four tests. The 95 % interval of the mean difference comes from inverting that test, without a correction.
+#   Without a test: success, parsed responses and true thoughts in the 200 episodes at the end.
+#   `python eval.py methods VL-DAC assets/logs/OneRoom-*-2?` computes all of this.
 # * The paper's worlds and NumberLine, five seeds, the default options. Every seed is shown; there is no test.
-# * A run that NaN or infinity ends is a result: its last rate and its last weights count.
+# * A run that NaN or infinity ends is a result and is not repeated: its last rate counts until the budget.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
+mkdir -p runs/compare
+exec 9> runs/compare/lock
+flock -n 9 || { echo "it is running already" >&2 && exit 1; } # also what a killed script has left running
 
-failed() { # NAME FILE: the last line of what was printed
-  echo "$1 failed: $(tail -n 1 "$2")" >&2
+last_line() { # FILE: the last one with words on it, also where a progress bar has overwritten lines
+  tr '\r' '\n' < "$1" | grep '[^ ]' | tail -n 1
+}
+failed() { # NAME FILE: say why
+  echo "$1 failed: $(last_line "$2")" >&2
   return 1
 }
-export -f failed
+export -f last_line failed
 
 run() { # NAME PROGRAM OPTIONS...: into runs/compare/NAME, and what the tables need into assets/logs/NAME
   local name=$1 program=$2
   shift 2
   local folder=runs/compare/$name log=assets/logs/$name
   if [ -e "$log/log.jsonl" ]; then return; fi
-  mkdir -p runs/compare
   echo "$(date +%H:%M) $name"
   local options=(--runs_dir runs/compare --run_name "$name" "$@")
-  if [ -e "$folder/args.json" ]; then options=(--resume "$folder"); fi # it was stopped
+  if [ -e "$folder/args.json" ]; then
+    options=(--resume "$folder") # it was stopped
+  else
+    rm -rf "$folder" # it was stopped before it was complete
+  fi
   if ! python "$program" "${options[@]}" >> "$folder.txt" 2>&1; then
     # The messages of torch and json when a gradient, a distribution or a figure of the log is not finite.
     local not_finite="is non-finite, so it cannot be clipped|probability tensor contains|not JSON compliant"
-    if ! tail -n 1 "$folder.txt" | grep -qE "$not_finite"; then failed "$name" "$folder.txt" || return; fi
+    if ! last_line "$folder.txt" | grep -qE "$not_finite"; then failed "$name" "$folder.txt"; fi
     echo "$name was ended by NaN or infinity"
   fi
-  python eval.py run "$folder" >> "$folder.txt" 2>&1 || failed "$name" "$folder.txt" || return
+  python eval.py run "$folder" >> "$folder.txt" 2>&1 || failed "$name" "$folder.txt"
   mkdir -p "$log"
   cp -r "$folder/args.json" "$folder/eval" "$log"
   python - "$folder" "$log" << 'THIN'
@@ -55,11 +65,13 @@ THIN
 export -f run
 
 play() { # WORLD PLAYER: 200 episodes of a player without a model, into assets/results
-  local out=assets/results/$1-$2.json words=runs/compare/$1-$2.txt
-  if [ -e "$out" ]; then return; fi
-  mkdir -p runs/compare
-  echo "$(date +%H:%M) $out"
-  python eval.py "$2" --env "$1" --out "$out" > "$words" 2>&1 || failed "$out" "$words"
+  local name=$1-$2
+  if [ -e "assets/results/$name.json" ]; then return; fi
+  echo "$(date +%H:%M) $name"
+  local words=runs/compare/$name.txt
+  python eval.py "$2" --env "$1" --out "runs/compare/$name.json" > "$words" 2>&1 || failed "$name" "$words"
+  mkdir -p assets/results
+  mv "runs/compare/$name.json" assets/results
 }
 export -f play
 
@@ -85,9 +97,10 @@ plays() { # a line each: WORLD PLAYER
   done
 }
 
-# What fails is told and tried again next time; the rest goes on, and the script ends with an error.
+# What fails is reported and tried again next time; the rest goes on, and the script ends with an error.
+two_at_a_time() { xargs -P 2 -L 1 bash -euo pipefail -c "$1"' "$@"' "$1"; }
 status=0
-methods | xargs -P 2 -L 1 bash -c 'run "$@"' run || status=1
-worlds | xargs -P 2 -L 1 bash -c 'run "$@"' run || status=1
-plays | xargs -P 2 -L 1 bash -c 'play "$@"' play || status=1
+methods | two_at_a_time run || status=1
+worlds | two_at_a_time run || status=1
+plays | two_at_a_time play || status=1
 exit $status

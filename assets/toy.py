@@ -6,8 +6,8 @@ writes an ordinary model folder, a Qwen2-VL with processor and tokenizer, for `v
 OPTIONS are some of vldac.Args, as JSON. `vldac.py --model tiny` runs this once and caches the folder.
 
 The toy is built from nothing and taught one world by imitation of (frame, caption, action) examples: to say
-the true caption as its thought, and an action that is uniformly random but for the world's hint every fourth
-time (see HINT_SHARE). So it sees and speaks, and plays badly. The reinforcement learning sees no caption and
+the true caption as its thought, and as its action the world's hint with probability 1/4 (EZPoints: 1/2), else
+a uniformly random one. So it sees and speaks, and plays badly. The reinforcement learning sees no caption and
 no hint.
 """
 
@@ -36,9 +36,9 @@ import envs  # noqa: E402
 import vldac  # noqa: E402
 
 FIXED_THOUGHT = "let me see"  # in a world without captions
-# How often the action it is taught is the hint, if there is one. EZPoints pays only for four right symbols in
-# a row: with a quarter that happens about once in a hundred episodes, and some seeds never start to learn.
-HINT_SHARE = {"EZPoints": 0.5}
+# How likely a taught action is the hint. EZPoints pays only for four right symbols in a row: with 1/4 that
+# happens about once in a hundred episodes, and some seeds never start to learn.
+HINT_SHARE = {"EZPoints": 0.5}  # of other worlds: 0.25
 NAMES = "endoftext im_start im_end vision_start vision_end image_pad video_pad".split()
 SPECIAL = [f"<|{name}|>" for name in NAMES]
 CHAT = (
