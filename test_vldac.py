@@ -53,7 +53,7 @@ from vldac import Args, VLMPolicy, build_prompt, gae, kl_base, kl_loss, parse_ac
 
 ROOT = Path(__file__).parent
 sys.path.append(str(ROOT / "assets"))
-film, loop, rl4vlm, toy = map(importlib.import_module, ["film", "loop", "rl4vlm", "toy"])
+film, loop, rl4vlm, toy, undo = map(importlib.import_module, ["film", "loop", "rl4vlm", "toy", "undo"])
 torch.set_num_threads(1)  # the models here are too small to share
 
 
@@ -932,6 +932,229 @@ def test_a_run_of_loop_that_was_killed_goes_on(run, tmp_path, monkeypatch):
     assert without_times(rows_of(part)) == without_times(rows_of(tmp_path / "whole"))
     weights = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in tmp_path.iterdir()]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+# -------------------------------------------------------------------------------- one detail undone at a time
+
+
+class Rollout:
+    """One of two players in the corridor, by vldac.py with a detail undone ("": as it is), scored."""
+
+    def __init__(self, detail, model, monkeypatch, said=None, **changes):
+        monkeypatch.setitem(sys.modules, "vldac", vldac)  # so that it comes back
+        self.module = undo.load(detail) if detail else vldac
+        if said:
+            answers = itertools.cycle(said)
+            says = lambda _, responses: [next(answers) for _ in responses]  # noqa: E731
+            monkeypatch.setattr(self.module.VLMPolicy, "decode", says)
+        changes = {
+            "env": CORRIDOR,
+            "num_envs": 2,
+            "num_steps": 8,
+            "num_images": 1,
+            "max_image_tokens": 16,
+        } | changes
+        self.args = self.module.Args(**vars(options(model, micro_batch_size=5, **changes)))
+        torch.manual_seed(0)
+        random.seed(0)
+        self.policy = self.module.VLMPolicy(self.args)
+        for name, parameter in self.policy.peft_model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        self.players = [self.module.Player(self.args, n) for n in range(2)]
+        for player in self.players:
+            player.random_start()
+        self.starts = [len(player.actions) for player in self.players]
+        self.steps, last_prompts, _ = self.module.collect(self.policy, self.players, self.args)
+        self.minibatches = self.module.make_minibatches(self.steps, self.args)
+        scored = self.policy, self.steps, last_prompts, self.minibatches, self.args
+        self.stats = self.module.compute_advantages(*scored)
+
+    def rows(self):
+        """Number of a step, its place in its micro-batch, the micro-batch."""
+        for micro in itertools.chain(*self.minibatches):
+            for i, row in enumerate(micro.rows):
+                yield row, i, micro
+
+    def value(self, prompt):
+        nothing = self.policy.no_response(1)
+        with torch.no_grad():
+            return self.policy([prompt], nothing, nothing)[1].item()
+
+    def update(self, **changes):
+        args = dataclasses.replace(self.args, **changes)
+        optimizer = self.module.make_optimizer(self.policy, args)
+        return self.module.update(self.policy, optimizer, self.minibatches, args)
+
+
+@pytest.mark.parametrize("detail", undo.UNDONE)
+def test_an_undone_detail_is_a_diff_of_lines_that_are_there(detail, monkeypatch, tmp_path, capsys):
+    """Once each, and above them stands what the toy's lesson depends on: it starts from the same toy."""
+    undo.main([detail])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("+ ") for line in lines)
+    monkeypatch.setitem(sys.modules, "vldac", vldac)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folders = []
+    for module in (vldac, undo.load(detail)):
+        cached_folder = runpy.run_path(toy.__file__)["cached_folder"]
+        folders.append(cached_folder(module.Args(env="NumberLine")))
+        assert inspect.getsource(module.build_prompt) == inspect.getsource(build_prompt)
+    assert folders[0] == folders[1]
+
+
+def test_a_detail_whose_lines_have_changed_cannot_be_undone(monkeypatch):
+    for old in ("no such line\n", "    return steps\n    return steps\n", "import"):
+        monkeypatch.setitem(undo.UNDONE, "other", [(old, "pass")])
+        with pytest.raises(ValueError, match="other: these lines are"):
+            undo.source_without("other")
+
+
+def test_a_run_without_a_detail(run, model, tmp_path, monkeypatch, capsys):
+    """It keeps what it ran, goes on after a stop, and is evaluated by the unchanged code."""
+    monkeypatch.setitem(sys.modules, "vldac", vldac)
+    main = lambda words: undo.main(["start-together", *words])  # noqa: E731
+    folder, rows = run(CORRIDOR, "--eval_episodes", 1, main=main)
+    assert (folder / "vldac.py").read_text() == undo.source_without("start-together")
+    assert json.loads((folder / "args.json").read_text())["program"] == "assets/undo.py start-together"
+    assert f"python assets/undo.py start-together --resume {folder}" in capsys.readouterr().out
+    (folder / "checkpoint.pt").unlink()
+    main(["--resume", str(folder)])
+    assert without_times(rows_of(folder)) == without_times(rows)
+    assert len(evaluated(tmp_path / "result.json", "run", folder, "--episodes", 2)["episodes"]) == 2
+
+
+def test_undone_training_takes_the_likeliest_token(model, monkeypatch):
+    for detail in ("", "greedy"):
+        rollout = Rollout(detail, model, monkeypatch)
+        likeliest = []
+        for row, i, micro in rollout.rows():
+            policy, tokens = rollout.policy, rollout.steps[row].tokens
+            hidden = policy.vlm(**policy.inputs([micro.prompts[i]], *pad([tokens]))).logits
+            logits = hidden[0, -len(tokens) - 1 : -1]
+            logits[:, policy.banned_ids] = -torch.inf
+            likeliest.append(logits.argmax(1).equal(tokens))
+        assert all(likeliest) == bool(detail)
+        assert rollout.policy.vlm.generation_config.top_k == 0  # an evaluation is sampled
+
+
+def test_undone_all_players_start_together(model, monkeypatch):
+    assert Rollout("", model, monkeypatch).starts != [0, 0]
+    assert Rollout("start-together", model, monkeypatch).starts == [0, 0]
+
+
+def test_undone_a_random_action_is_played_for_what_does_not_parse(model, monkeypatch):
+    for detail in ("", "random-action"):
+        rollout = Rollout(detail, model, monkeypatch, said=["no"])
+        assert {step.action for step in rollout.steps} == {None}
+        rewards = [step.reward for step in rollout.steps]
+        assert all(reward in (0.5, -2.5) for reward in rewards) == (not detail)
+        [step] = rollout.module.act(rollout.policy, rollout.players[:1])  # as an evaluation plays
+        assert step.reward in (0.5, -2.5)
+
+
+STAY = ['{"action": "left"}']  # so every episode times out
+
+
+def test_undone_nothing_is_learned_from_a_time_out(model, monkeypatch):
+    for detail in ("", "time-out-ignored"):
+        rollout = Rollout(detail, model, monkeypatch, said=STAY)
+        ended = [row for row, step in enumerate(rollout.steps) if step.done]
+        assert len(ended) >= 2
+        for row, i, micro in rollout.rows():
+            if row in ended:
+                value = rollout.value(rollout.steps[row].prompt)
+                target = value if detail else -3.0  # the return is the value where the advantage is 0
+                assert micro.returns[i].item() == pytest.approx(target, abs=1e-5)
+    rollout = Rollout("time-out-ignored", model, monkeypatch, said=['{"action": "right"}'])
+    ends = [micro.returns[i].item() for row, i, micro in rollout.rows() if rollout.steps[row].reward == 4.0]
+    assert ends == pytest.approx([4.0] * len(ends), abs=1e-5) and ends  # arriving is an end
+
+
+def test_undone_a_time_out_is_bootstrapped(model, monkeypatch):
+    rollout = Rollout("time-out-bootstrapped", model, monkeypatch, said=STAY, gamma=0.9)
+    ended = [row for row, step in enumerate(rollout.steps) if step.done]
+    for row, i, micro in rollout.rows():
+        if row in ended:
+            after = rollout.steps[row].prompt_after
+            assert "Actions left: 0." in rollout.policy.tokenizer.decode(after["input_ids"][0])
+            target = -3.0 + 0.9 * rollout.value(after)
+            assert micro.returns[i].item() == pytest.approx(target, abs=1e-5)
+
+
+def test_undone_the_first_token_has_no_policy_loss(model, monkeypatch):
+    for _, i, micro in Rollout("first-token", model, monkeypatch).rows():
+        length = micro.mask[i].sum().item()
+        assert micro.weights[i, 1:length].all() and not micro.weights[i, length:].any()
+        assert micro.weights[i, 0].item() == (length == 1) and micro.mask[i, 0] == 1
+
+
+def test_undone_values_are_clipped(model, monkeypatch):
+    """By hand: the old value 0.3 above the new one, a return 1 above it: max(1, (0.2 - 1)^2) / 2 each."""
+    rollout = Rollout("value-clipping", model, monkeypatch)
+    for row, i, micro in rollout.rows():
+        value = rollout.value(rollout.steps[row].prompt)
+        assert micro.values[i].item() == pytest.approx(value, abs=1e-5)
+        micro.values[i], micro.returns[i] = value + 0.3, value + 1
+    assert rollout.update(learning_rate=0.0)["value_loss"] == pytest.approx(0.5, abs=1e-4)
+    for _, _, micro in rollout.rows():
+        micro.returns = micro.values - 1.3  # 1 below the value: clipped it is 1.2 away
+    assert rollout.update(learning_rate=0.0)["value_loss"] == pytest.approx(0.72, abs=1e-4)
+
+
+def test_undone_advantages_are_not_normalised(model, monkeypatch):
+    rollout = Rollout("not-normalised", model, monkeypatch)
+    for row, i, micro in rollout.rows():
+        advantage = micro.returns[i].item() - rollout.value(rollout.steps[row].prompt)
+        assert micro.advantages[i].item() == pytest.approx(advantage, abs=1e-5)
+
+
+def test_undone_the_second_epoch_has_other_minibatches(model, monkeypatch):
+    rollout = Rollout("drawn-anew", model, monkeypatch, minibatch_size=8)
+    anew = rollout.module.drawn_anew(rollout.minibatches, rollout.args)
+    found = {row: (i, micro) for row, i, micro in rollout.rows()}
+    rows = []
+    for micro in itertools.chain(*anew):
+        for j, row in enumerate(micro.rows):
+            i, old = found[row]
+            n = old.mask[i].sum()
+            assert micro.mask[j].sum() == n and micro.prompts[j] is old.prompts[i]
+            for name in ("tokens", "logprobs", "baselogprobs"):
+                assert getattr(micro, name)[j, :n].equal(getattr(old, name)[i, :n])
+            for name in ("advantages", "returns"):
+                assert getattr(micro, name)[j] == getattr(old, name)[i]
+        rows.append(micro.rows)
+    assert sorted(itertools.chain(*rows)) == list(range(16))
+    assert rows != [micro.rows for micro in itertools.chain(*rollout.minibatches)]
+    assert rollout.update()["ratio_first"] == 0.0
+
+
+def test_undone_one_norm_is_clipped(model, monkeypatch):
+    rollout = Rollout("one-norm", model, monkeypatch)
+    losses = rollout.update(max_grad_norm=0.01)
+    assert losses["grad_norm_lora"] == losses["grad_norm_value"] > 0.01
+    parameters = [*rollout.policy.lora_parameters(), *rollout.policy.value_head.parameters()]
+    norm = torch.cat([p.grad.flatten() for p in parameters]).norm().item()
+    assert norm == pytest.approx(0.01, rel=1e-3)
+
+
+def test_undone_the_value_head_is_in_fp16(model, monkeypatch):
+    rollout = Rollout("fp16-head", model, monkeypatch)
+    assert {p.dtype for p in rollout.policy.value_head.parameters()} == {torch.float16}
+    prompts = [step.prompt for step in rollout.steps]
+    nothing = rollout.policy.no_response(len(prompts))
+    _, values = rollout.policy(prompts, nothing, nothing)
+    assert values.dtype == torch.float32 and values.equal(values.half().float())
+    assert math.isfinite(rollout.update()["value_loss"])
+
+
+def test_undone_log_probabilities_are_rounded(model, monkeypatch):
+    for detail in ("", "bf16-logprobs"):
+        rollout = Rollout(detail, model, monkeypatch)
+        for _, _, micro in rollout.rows():
+            assert micro.logprobs.equal(micro.logprobs.bfloat16().float()) == bool(detail)
+        assert rollout.update()["grad_norm_lora"] > 0
 
 
 # ------------------------------------------------------------------------------ the prompt and the parser
