@@ -21,6 +21,7 @@ import base64
 import dataclasses
 import html
 import io
+import itertools
 import json
 import math
 import random
@@ -33,6 +34,7 @@ from typing import Literal
 import numpy as np
 import torch
 from PIL import Image
+from torch.nn.utils.rnn import pad_sequence
 
 import envs
 import vldac
@@ -169,6 +171,7 @@ class Moment:
 
     png: bytes  # what was seen
     response: str
+    tokens: list[tuple[str, float]]  # of the response: text and probability
     action: str | None
     reward: float
     value: float | None  # the critic's, before the step; None if there is no critic
@@ -205,20 +208,34 @@ def png(frame) -> bytes:
     return file.getvalue()
 
 
+def tokens_of(policy, tokens, logprobs) -> list[tuple[str, float]]:
+    """A response's tokens as text, each with its probability, without the stop ids."""
+    found, before = [], ""
+    for r in range(len(tokens)):
+        [text] = policy.decode([tokens[: r + 1]])  # a letter may be of several tokens
+        if text != before:
+            found.append((text[len(before) :], math.exp(logprobs[r])))
+        before = text
+    return found
+
+
 def recorded(act, recordings):
     """The same as `act`; it also adds to `recordings`, by seed, what is played."""
 
     def recording_act(policy, players):
         frames = [player.observations[-1]["image"] for player in players]
         steps = act(policy, players)
-        values = [None] * len(players)
-        if policy.args.vf_coef > 0:  # LOOP has no critic
-            nothing = policy.no_response(len(players))
-            with torch.no_grad():
-                values = policy([step.prompt for step in steps], nothing, nothing)[1].tolist()
-        for player, frame, step, value in zip(players, frames, steps, values, strict=True):
+        responses = [step.tokens for step in steps]
+        tokens = pad_sequence(responses, batch_first=True)  # (B, R)
+        mask = pad_sequence([torch.ones_like(response) for response in responses], batch_first=True)
+        with torch.no_grad():
+            logprobs, values = policy([step.prompt for step in steps], tokens, mask)
+        for i, (player, step) in enumerate(zip(players, steps, strict=True)):
+            said = tokens_of(policy, step.tokens, logprobs[i])
+            value = values[i].item() if policy.args.vf_coef > 0 else None  # LOOP has no critic
+            moment = Moment(png(frames[i]), step.response, said, step.action, step.reward, value)
             recording = recordings.setdefault(player.seed, Recording([]))
-            recording.moments.append(Moment(png(frame), step.response, step.action, step.reward, value))
+            recording.moments.append(moment)
             if step.done:
                 recording.last_png = png(player.observations[-1]["image"])
                 recording.result = player.result()
@@ -300,15 +317,23 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</t
 body {{ max-width: 1200px; margin: 0 auto; padding: 1rem }}
 small {{ overflow-wrap: anywhere }}  td {{ padding: .1rem .8rem .1rem 0 }}
 .charts {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(260px, 1fr)); gap: 1rem }}
-.table, .strip {{ overflow-x: auto }}  .strip {{ display: flex; gap: .5rem; padding-bottom: .5rem }}
-figure {{ margin: 0 }}  .strip figure {{ flex: 0 0 190px; border: 1px solid #8888; padding: .4rem }}
-.strip img {{ width: 100%; image-rendering: pixelated }} svg {{ width: 100% }}
+.table, .strip {{ overflow-x: auto }}  .cards {{ display: flex; width: max-content; padding-bottom: .5rem }}
+figure {{ margin: 0 }}  .charts svg {{ width: 100% }}  .strip svg {{ display: block; height: 58px }}
+.cards figure {{ box-sizing: border-box; width: 192px; margin: 0 4px; border: 1px solid #8888; padding: 6px }}
+.cards img {{ width: 100%; image-rendering: pixelated }}
 .bad {{ border-color: #d33 !important; background: #d332 }}  b {{ color: #37d }}  .bad b {{ color: #d33 }}
+.p50 {{ background: #fc05 }}  .p10 {{ background: #f808 }}  .p0 {{ background: #f24a }}
 </style><h1>{title}</h1><p><small>{options}</small></p>
 <h2>Training</h2><div class="charts">{charts}</div>
 <h2>Evaluations on fixed seeds</h2><div class="table"><table>{evaluations}</table></div>
-<h2>Episodes</h2><p>{played}. Below: the first 5 failures and 3 successes{critic}.</p>
+<h2>Episodes</h2><p>{played}. Below: the first 5 failures and 3 successes.
+{critic}Marked are tokens with a probability below <span class="p50">0.9</span>,
+<span class="p10">0.5</span> and <span class="p0">0.1</span>.</p>
 {strips}"""
+
+CRITIC = """V is the critic's value before the step, A the step's advantage by GAE with &gamma; {gamma} and
+&lambda; {gae_lambda}: all tokens of the response share it. Above the frames: V as a line, rewards as bars.
+"""
 
 CHARTS = {
     "charts/success_rate": "success, last 100 episodes",
@@ -336,24 +361,87 @@ def chart(title, points) -> str:
     )
 
 
-def strip(seed, recording) -> str:
+CARD = 200  # pixels from one step of a strip to the next
+
+
+def picture(png) -> str:
+    """A frame as the source of an image; a large one is reduced, so that the page stays small."""
+    kind, image = "png", Image.open(io.BytesIO(png))
+    if max(image.size) > 2 * CARD:
+        image.thumbnail((2 * CARD, 2 * CARD))
+        file = io.BytesIO()
+        image.save(file, "jpeg", quality=70)
+        kind, png = "jpeg", file.getvalue()
+    return f"data:image/{kind};base64," + base64.b64encode(png).decode()
+
+
+def colored(tokens) -> str:
+    """A response, its less likely tokens marked; neighbours of one colour are one element.
+
+    >>> colored([("I", 0.99), (" am", 0.95), (" <", 0.3), ("b>", 0.2), ("!", 0.01)])
+    'I am<span class="p10"> &lt;b&gt;</span><span class="p0">!</span>'
+    """
+
+    def kind(token):
+        _, probability = token
+        if probability >= 0.9:
+            return ""
+        return "p50" if probability >= 0.5 else "p10" if probability >= 0.1 else "p0"
+
+    parts = []
+    for name, stretch in itertools.groupby(tokens, kind):
+        text = html.escape("".join(text for text, _ in stretch))
+        parts.append(f'<span class="{name}">{text}</span>' if name else text)
+    return "".join(parts)
+
+
+def values_and_rewards(moments) -> str:
+    """The drawing above a strip: the critic's values as a line, the rewards as bars."""
+    rewards = [moment.reward for moment in moments]
+    values = [moment.value for moment in moments if moment.value is not None]
+    high, low = max(0.0, *rewards, *values), min(0.0, *rewards, *values)
+    scale = 50 / max(high - low, 1e-3)  # pixels
+    zero = scale * high
+    width = CARD * len(moments)
+    bars, line = "", ""
+    for number, moment in enumerate(moments):
+        x = CARD * number + CARD // 2
+        if moment.reward:
+            bars += f"M{x} {zero:.1f}v{-scale * moment.reward:.1f}"
+        if moment.value is not None:
+            line += f"{x},{scale * (high - moment.value):.1f} "
+    return (
+        f'<svg viewBox="0 -4 {width} 58" style="width: {width}px"><path d="M0 {zero:.1f}h{width}" '
+        f'stroke="#8888"/><path d="{bars}" stroke="#8a8" stroke-width="12"/>'
+        f'<polyline points="{line}" fill="none" stroke="#37d" stroke-width="2"/></svg>'
+    )
+
+
+def strip(seed, recording, gamma, gae_lambda) -> str:
     """An episode, frame by frame."""
+    moments = recording.moments
+    advantages = [None] * len(moments)
+    if moments[0].value is not None:
+        column = torch.tensor([[moment.reward, moment.value] for moment in moments])  # (T, 2)
+        dones = torch.zeros(len(moments), 1)
+        dones[-1] = 1
+        rewards, values = column[:, :1], column[:, 1:]  # (T, 1)
+        advantages, _ = vldac.gae(rewards, values, torch.zeros(1), dones, gamma, gae_lambda)
+        advantages = advantages[:, 0].tolist()
     cards = []
-    for number, moment in enumerate(recording.moments):
-        source = "data:image/png;base64," + base64.b64encode(moment.png).decode()
-        value = "" if moment.value is None else f", V {moment.value:.2f}"
-        kind, thought, action = "", thought_of(moment.response), moment.action
-        if action is None:
-            kind, thought, action = "bad", moment.response, "(no admissible action)"
+    for number, (moment, advantage) in enumerate(zip(moments, advantages, strict=True), 1):
+        critic = "" if advantage is None else f"<br>V {moment.value:.2f}, A {advantage:+.2f}"
         cards.append(
-            f'<figure class="{kind}"><img alt="" src="{source}"><small>{html.escape(thought)}</small><br>'
-            f"<b>{html.escape(action)}</b><br>"
-            f"<small>step {number + 1}, reward {moment.reward:.2f}{value}</small></figure>"
+            f'<figure class="{"" if moment.action else "bad"}"><img alt="" src="{picture(moment.png)}">'
+            f"<small>{colored(moment.tokens)}</small><br>"
+            f"<b>{html.escape(moment.action or '(no admissible action)')}</b><br>"
+            f"<small>step {number}, reward {moment.reward:.2f}{critic}</small></figure>"
         )
     outcome, _ = recording.outcome()
     result = recording.result
     heading = f"Seed {seed}: {outcome}, return {result['return']:.2f}, {result['length']} steps"
-    return f'<h3>{heading}</h3><div class="strip">{"".join(cards)}</div>'
+    cards = f'<div class="cards">{"".join(cards)}</div>'
+    return f'<h3>{heading}</h3><div class="strip">{values_and_rewards(moments)}{cards}</div>'
 
 
 def page(folder, result, recordings) -> str:
@@ -370,6 +458,7 @@ def page(folder, result, recordings) -> str:
             evaluations.append(f"<tr><td>after {row['global_step']:,} steps<td>" + "<td>".join(cells))
     moments = [moment for recording in recordings.values() for moment in recording.moments]
     critic = any(moment.value is not None for moment in moments)
+    discounts = {name: options[name] for name in ("gamma", "gae_lambda")}
     won = [seed for seed in sorted(recordings) if recordings[seed].result["success"]]
     lost = [seed for seed in sorted(recordings) if seed not in won]
     return PAGE.format(
@@ -378,8 +467,8 @@ def page(folder, result, recordings) -> str:
         charts="".join(charts) or "no update is finished yet",
         evaluations="".join(evaluations) or "<tr><td>none",
         played=html.escape(f"{describe(result)}; weights: {result['weights']}"),
-        critic="; V is the critic's value" if critic else "",
-        strips="".join(strip(seed, recordings[seed]) for seed in lost[:5] + won[:3]),
+        critic=CRITIC.format(**options) if critic else "",
+        strips="".join(strip(seed, recordings[seed], **discounts) for seed in lost[:5] + won[:3]),
     )
 
 

@@ -4,6 +4,7 @@ Plain `pytest` runs all of it, the modules' doctests and the README's examples i
 """
 
 import ast
+import base64
 import concurrent.futures
 import dataclasses
 import doctest
@@ -13,6 +14,7 @@ import functools
 import http.server
 import importlib
 import inspect
+import io
 import itertools
 import json
 import math
@@ -2962,6 +2964,7 @@ def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path):
     page = out.read_text(encoding="utf-8")
     assert "http" not in page and page.count("<svg") >= 6  # it needs no other file
     assert page.count('class="bad"') == page.count("(no admissible action)") > 0
+    assert all(page.count(f'<span class="{name}">') > 1 for name in ("p50", "p10", "p0"))
 
     outcomes = []
     strips = page.split("<h3>")[1:]
@@ -2969,7 +2972,7 @@ def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path):
     for strip in strips:
         heading = re.match(r"Seed (\d+): (success|failure), return (\S+), (\d+) steps", strip)
         outcomes.append(heading[2])
-        rewards = [float(x) for x in re.findall(r"reward (\S+),", strip)]
+        rewards = [float(x) for x in re.findall(r"reward ([-.\d]+)", strip)]
         assert len(rewards) == strip.count("data:image/png;base64,") == int(heading[4])
         assert sum(rewards) == pytest.approx(float(heading[3]))
     assert set(outcomes) == {"success", "failure"}
@@ -2981,7 +2984,47 @@ def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path):
     seed = re.match(r"Seed (\d+)", strips[0])[1]
     player.reset(int(seed))
     _, value = policy([policy.encode(*player.turn())], *pad([[]]))
-    assert re.search(r"V (\S+?)<", strips[0])[1] == f"{value.item():.2f}"
+    assert re.search(r"V (\S+),", strips[0])[1] == f"{value.item():.2f}"
+
+
+def test_a_strip_has_each_step_s_advantage_and_its_tokens(monkeypatch):
+    """By hand: gamma 1/2, lambda 1, so A = reward + next reward / 2 - V. A large frame is made small."""
+    frame = evaluation.png(np.zeros((640, 640, 3), np.uint8))
+    moments = [
+        evaluation.Moment(frame, "go <on>", [("go", 0.95), (" <", 0.2), ("on>", 0.3)], "go", 1.0, 0.5),
+        evaluation.Moment(frame, "?", [("?", 0.01)], None, -2.0, 0.25),
+    ]
+    result = {"success": False, "flagged": True, "return": -1.0, "length": 2}
+    html = evaluation.strip(7, evaluation.Recording(moments, b"", result), gamma=0.5, gae_lambda=1.0)
+    assert "Seed 7: failure, return -1.00, 2 steps" in html
+    assert re.findall(r"V (\S+), A (\S+?)<", html) == [("0.50", "-0.50"), ("0.25", "-2.25")]
+    assert 'go<span class="p10"> &lt;on&gt;</span>' in html and '<span class="p0">?</span>' in html
+    [first, _] = re.findall(r"data:image/jpeg;base64,([^\"]+)", html)
+    with Image.open(io.BytesIO(base64.b64decode(first))) as small:
+        assert small.size == (400, 400)
+    [line] = re.findall(r'points="([^"]+)"', html)  # from -2 to 1 in 50 pixels
+    assert line.split() == ["100,8.3", "300,12.5"]
+
+
+def test_the_probabilities_of_a_recording_are_those_of_the_policy(toy_run):
+    args = vldac.load_args(toy_run[0] / "run", evaluation.Args)
+    policy, players = vldac.VLMPolicy(args), [vldac.Player(args) for _ in range(3)]
+    for seed, player in enumerate(players):
+        player.reset(seed)
+    recordings, taken = {}, []
+
+    def act(policy, players):
+        taken.extend(vldac.act(policy, players))
+        return taken
+
+    evaluation.recorded(act, recordings)(policy, players)
+    for seed, step in enumerate(taken):
+        [moment] = recordings[seed].moments
+        assert "".join(text for text, _ in moment.tokens) == moment.response == step.response
+        logprobs, value = policy([step.prompt], *pad([step.tokens]))
+        assert moment.value == pytest.approx(value.item(), abs=1e-5)
+        expected = logprobs[0].exp().tolist()[: len(moment.tokens)]
+        assert [p for _, p in moment.tokens] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_page_takes_no_adapter(toy_run, capsys):
@@ -3001,7 +3044,7 @@ def test_runs_of_other_algorithms_are_evaluated_and_have_pages(run, rl4vlm_run, 
         assert result["weights"].startswith("checkpoint.pt, update ")
         evaluation.main(["page", str(folder), "--out", str(tmp_path / "page.html")])
         page = (tmp_path / "page.html").read_text(encoding="utf-8")
-        assert ("V is the critic's value" in page) == (", V " in page) == critic
+        assert ("V is the critic's value" in page) == ("<br>V " in page) == critic
 
 
 def test_a_page_is_written_in_utf_8_whatever_the_locale_is(tmp_path):
