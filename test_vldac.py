@@ -55,11 +55,12 @@ from vldac import Args, VLMPolicy, build_prompt, gae, kl_base, kl_loss, parse_ac
 
 ROOT = Path(__file__).parent
 sys.path.append(str(ROOT / "assets"))
-film, loop, rl4vlm, toy, undo = map(importlib.import_module, ["film", "loop", "rl4vlm", "toy", "undo"])
+programs = map(importlib.import_module, ["filler", "film", "loop", "rl4vlm", "toy", "undo"])
+filler, film, loop, rl4vlm, toy, undo = programs
 torch.set_num_threads(1)  # the models here are too small to share
 
 
-@pytest.mark.parametrize("module", [vldac, envs, evaluation, loop, rl4vlm], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [vldac, envs, evaluation, filler, loop, rl4vlm], ids=lambda m: m.__name__)
 def test_doctests(module):
     result = doctest.testmod(module)
     assert result.attempted > 0 and result.failed == 0
@@ -934,6 +935,64 @@ def test_a_run_of_loop_that_was_killed_goes_on(run, tmp_path, monkeypatch):
     assert without_times(rows_of(part)) == without_times(rows_of(tmp_path / "whole"))
     weights = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in tmp_path.iterdir()]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+# -------------------------------------------------------------------------------------- why a ratio per token
+
+
+def test_the_toy_s_thoughts_end_in_random_words(tmp_path, monkeypatch):
+    """Each a token of its own; the tokens of everything else are those of the toy's own tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    lessons = {}
+
+    def teach(args, folder):
+        examples = toy.play(args, 64, args.seed)
+        rng = random.Random(0)
+        responses = [example.response(rng) for example in examples]
+        turns = [example.turn[0][0]["content"][-1]["text"] for example in examples]
+        lessons[args.env, folder.name.split(".")[0]] = (
+            examples,
+            responses,
+            toy.build_tokenizer(turns, responses),
+        )
+        folder.mkdir(parents=True)
+
+    monkeypatch.setattr(toy, "teach", teach)
+    monkeypatch.setattr(vldac.VLMPolicy, "decode", lambda policy, responses: responses)
+    args = filler.Args(env="NumberLine", num_images=1, words=5, max_new_tokens=45)
+    folder = filler.toy_folder(args)
+    assert folder == Path("runs/toys/NumberLine-5-words-0") and filler.toy_folder(args) == folder
+    toy.main(Path("plain"), json.dumps({name: getattr(args, name) for name in toy.OPTIONS}))
+    (examples, longer, tokenizer), (_, plain, plain_tokenizer) = lessons.values()
+    for example, response, short in zip(examples, longer, plain, strict=True):
+        said = json.loads(response)
+        assert parse_action(response, example.actions) is not None
+        words = said["thoughts"].removeprefix(example.caption).split()
+        assert len(words) == 5 and set(words) <= set(filler.WORDS)
+        assert len(tokenizer.tokenize(response)) == 5 + len(
+            tokenizer.tokenize(filler.FILLER.sub("", response))
+        )
+        assert tokenizer.tokenize(short) == plain_tokenizer.tokenize(short)
+    assert len(set(longer)) > len(set(plain))  # drawn anew
+    with pytest.raises(envs.UserError, match="more --words need more"):
+        filler.toy_folder(dataclasses.replace(args, words=6))
+
+
+@pytest.mark.parametrize("ratio", ["token", "response", "token_sum"])
+def test_a_run_with_longer_thoughts_logs_how_far_ratios_scatter(ratio, run, monkeypatch):
+    """Nothing else changes: per token it is VL-DAC's training, per response RL4VLM's."""
+    for name in ("update", "runpy"):
+        monkeypatch.setattr(vldac, name, getattr(vldac, name))  # and back at the end
+    plain = {"token": vldac.main, "response": rl4vlm.main}
+    options = ["--value_warmup", 0, "--learning_rate", 0.01]
+    _, rows = run(CORRIDOR, *options, "--ratio", ratio, name="filler", main=filler.main)
+    for row in rows[1:]:
+        token, response = (row.pop(f"losses/logratio_std_{of}") for of in ("token", "response"))
+        assert response > token > 0 and 0 <= row.pop("losses/clipfrac_response") <= 1
+    if ratio in plain:
+        monkeypatch.undo()
+        _, expected = run(CORRIDOR, *options, name="plain", main=plain[ratio])
+        assert without_times(rows) == without_times(expected)
 
 
 # -------------------------------------------------------------------------------- one detail undone at a time
