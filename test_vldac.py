@@ -1052,8 +1052,8 @@ class Rollout:
 def test_an_undone_detail_is_a_diff_of_lines_that_are_there(detail, monkeypatch, tmp_path, capsys):
     """Once each, and above them stands what the toy's lesson depends on: it starts from the same toy."""
     undo.main([detail])
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("+ ") for line in lines)
+    what, *lines = capsys.readouterr().out.splitlines()
+    assert what.startswith(("Deviation ", "Eq. ")) and lines[0] == "@@"
     monkeypatch.setitem(sys.modules, "vldac", vldac)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -1066,8 +1066,9 @@ def test_an_undone_detail_is_a_diff_of_lines_that_are_there(detail, monkeypatch,
 
 
 def test_a_detail_whose_lines_have_changed_cannot_be_undone(monkeypatch):
-    for old in ("no such line\n", "    return steps\n    return steps\n", "import"):
-        monkeypatch.setitem(undo.UNDONE, "other", [(old, "pass")])
+    """They are nowhere, a part of a line, or in several places."""
+    for line in ("no such line", "return steps", "@torch.no_grad()"):
+        monkeypatch.setitem(undo.UNDONE, "other", f"Another.\n@@\n-{line}\n+pass\n")
         with pytest.raises(ValueError, match="other: these lines are"):
             undo.source_without("other")
 

@@ -7,7 +7,6 @@
 A run keeps its changed vldac.py. A detail is undone in training only: every evaluation is the unchanged one.
 """
 
-import difflib
 import sys
 import types
 from pathlib import Path
@@ -15,315 +14,183 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# For a diff that treats a time-out unlike an end: whether a step's episode ended by one.
-TIME_OUTS = [
-    (
-        """\
-        return float(reward), bool(terminated or truncated)
-""",
-        """\
-        self.timed_out = bool(truncated and not terminated)
-        return float(reward), bool(terminated or truncated)
-""",
-    ),
-    (
-        """\
-    done: bool
+DETAILS = '''## greedy
+Deviation 9: training takes the likeliest token, as the released code does.
+@@
+     steps, episodes = [], []
++    policy.vlm.generation_config.top_k = 1
+     for _ in range(args.num_steps):
+@@
++    policy.vlm.generation_config.top_k = 0
+     last_prompts = [policy.encode(*player.turn()) for player in players]
+     return steps, last_prompts, episodes
+## start-together
+Deviation 11: all players begin an episode when the training begins, so all time out together.
+@@
+-        steps = self.index * self.info["left"] // self.args.num_envs
++        steps = 0
+## random-action
+Deviation 12: for a response that does not parse a random action is played, which reinforces it.
+@@
+-def act(policy, players) -> list[Step]:
++def act(policy, players, training=False) -> list[Step]:
+@@
++        played = action
++        if training and action is None:
++            played = player.random_action(random)
+-        reward, done = player.step(action)
++        reward, done = player.step(played)
+@@
+-        for player, step in zip(players, act(policy, players), strict=True):
++        for player, step in zip(players, act(policy, players, training=True), strict=True):
+             steps.append(step)
+## time-out-ignored
+Deviation 13: a step that times out has the advantage 0; nothing is learned from its penalty.
+@@
++        self.timed_out = bool(truncated and not terminated)
+         return float(reward), bool(terminated or truncated)
+@@
+     done: bool
++    timed_out: bool
 
 
-def act(""",
-        """\
-    done: bool
-    timed_out: bool
+ def act(policy, players) -> list[Step]:
+@@
+-        steps.append(Step(prompts[i], tokens[i], responses[i], action, reward, done))
++        steps.append(Step(prompts[i], tokens[i], responses[i], action, reward, done, player.timed_out))
+@@
+-def gae(rewards, values, last_values, dones, gamma, gae_lambda):
++def gae(rewards, values, last_values, dones, gamma, gae_lambda, timed_out):
+@@
++        last_advantage = last_advantage.masked_fill(timed_out[t], 0)
+         advantages[t] = last_advantage
+@@
+-    advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
++    timed_out = torch.tensor([step.timed_out for step in steps]).to(args.device).view_as(values)
++    advantages, returns = gae(
++        rewards, values, last_values, dones, args.gamma, args.gae_lambda, timed_out
++    )  # (T, N)
+## time-out-bootstrapped
+Deviation 13: a time-out is no end: the value of the state that follows is counted.
+@@
++        self.timed_out = bool(truncated and not terminated)
+         return float(reward), bool(terminated or truncated)
+@@
+     done: bool
++    timed_out: bool
 
 
-def act(""",
-    ),
-    (
-        """\
-        steps.append(Step(prompts[i], tokens[i], responses[i], action, reward, done))
-""",
-        """\
-        steps.append(Step(prompts[i], tokens[i], responses[i], action, reward, done, player.timed_out))
-""",
-    ),
-]
-
-# By name: pairs of lines of vldac.py, each of them there exactly once, and what stands there instead.
-UNDONE = {
-    # Deviation 9: training takes the likeliest token, as the released code does.
-    "greedy": [
-        (
-            """\
-    steps, episodes = [], []
-    for _ in range(args.num_steps):
-""",
-            """\
-    steps, episodes = [], []
-    policy.vlm.generation_config.top_k = 1
-    for _ in range(args.num_steps):
-""",
-        ),
-        (
-            """\
-    last_prompts = [policy.encode(*player.turn()) for player in players]
-    return steps, last_prompts, episodes
-""",
-            """\
-    policy.vlm.generation_config.top_k = 0
-    last_prompts = [policy.encode(*player.turn()) for player in players]
-    return steps, last_prompts, episodes
-""",
-        ),
-    ],
-    # Deviation 11: all players begin their first episode with the training, so all time out together.
-    "start-together": [
-        (
-            """\
-        steps = self.index * self.info["left"] // self.args.num_envs
-""",
-            """\
-        steps = 0
-""",
-        ),
-    ],
-    # Deviation 12: a random action is played for a response that does not parse, which is reinforced for it.
-    "random-action": [
-        (
-            """\
-def act(policy, players) -> list[Step]:
-""",
-            """\
-def act(policy, players, training=False) -> list[Step]:
-""",
-        ),
-        (
-            """\
-        reward, done = player.step(action)
-        steps.append(""",
-            """\
-        played = action
-        if training and action is None:
-            played = player.random_action(random)
-        reward, done = player.step(played)
-        steps.append(""",
-        ),
-        (
-            """\
-        for player, step in zip(players, act(policy, players), strict=True):
-            steps.append(step)
-""",
-            """\
-        for player, step in zip(players, act(policy, players, training=True), strict=True):
-            steps.append(step)
-""",
-        ),
-    ],
-    # Deviation 13: a step that times out has the advantage 0, so nothing is learned from its penalty.
-    "time-out-ignored": [
-        *TIME_OUTS,
-        (
-            """\
-def gae(rewards, values, last_values, dones, gamma, gae_lambda):
-""",
-            """\
-def gae(rewards, values, last_values, dones, gamma, gae_lambda, timed_out):
-""",
-        ),
-        (
-            """\
-        advantages[t] = last_advantage
-""",
-            """\
-        last_advantage = last_advantage.masked_fill(timed_out[t], 0)
-        advantages[t] = last_advantage
-""",
-        ),
-        (
-            """\
-    advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
-""",
-            """\
-    timed_out = torch.tensor([step.timed_out for step in steps]).to(args.device).view_as(values)
-    advantages, returns = gae(
-        rewards, values, last_values, dones, args.gamma, args.gae_lambda, timed_out
-    )  # (T, N)
-""",
-        ),
-    ],
-    # Deviation 13: a time-out is no end: the value of the state in which it happens is counted.
-    "time-out-bootstrapped": [
-        *TIME_OUTS,
-        (
-            """\
-            if step.done:
-                if player.episode >= player.first_full:
-""",
-            """\
-            if step.done:
-                if step.timed_out:
-                    step.prompt_after = policy.encode(*player.turn())
-                if player.episode >= player.first_full:
-""",
-        ),
-        (
-            """\
-    dones = torch.tensor([step.done for step in steps]).to(args.device).view_as(values)
-""",
-            """\
-    for row, step in enumerate(steps):
-        if step.timed_out:
-            _, value_after = policy([step.prompt_after], nothing[:1], nothing[:1])
-            rewards.view(-1)[row] += args.gamma * value_after.item()
-    dones = torch.tensor([step.done for step in steps]).to(args.device).view_as(values)
-""",
-        ),
-    ],
-    # Deviation 3: the first token of a response has no policy loss.
-    "first-token": [
-        (
-            """\
-            minibatch.append(MicroBatch(rows, [steps[row].prompt for row in rows], tokens, mask, mask))
-""",
-            """\
-            weights = mask.clone()
-            weights[mask.sum(1) > 1, 0] = 0  # unless it is the only one
-            minibatch.append(MicroBatch(rows, [steps[row].prompt for row in rows], tokens, mask, weights))
-""",
-        ),
-    ],
-    # Deviation 4: the value is clipped around that of the rollout, as in PPO's first code.
-    "value-clipping": [
-        (
-            """\
-        micro.returns = returns.flatten()[micro.rows]
-""",
-            """\
-        micro.returns = returns.flatten()[micro.rows]
-        micro.values = values.flatten()[micro.rows]
-""",
-        ),
-        (
-            """\
-                v_loss = value_loss(values, micro.returns)  # Eq. 4
-""",
-            """\
-                clipped = micro.values + (values - micro.values).clamp(-args.clip_coef, args.clip_coef)
-                errors = torch.max((values - micro.returns) ** 2, (clipped - micro.returns) ** 2)
-                v_loss = 0.5 * errors.mean()
-""",
-        ),
-    ],
-    # Eq. 3: the advantages have the size that the rewards give them.
-    "not-normalised": [
-        (
-            """\
-    normalised = (advantages.flatten() - mean) / (std + 1e-8)  # (B,)
-""",
-            """\
-    normalised = advantages.flatten()  # (B,)
-""",
-        ),
-    ],
-    # Deviation 18: the second epoch has other minibatches, in which the rounding is another.
-    "drawn-anew": [
-        (
-            """\
-def update(policy, optimizer""",
-            """\
-def drawn_anew(minibatches, args):
-    \"\"\"The steps of the minibatches in other ones.\"\"\"
-    steps, scores = {}, {}
-    for micro in itertools.chain(*minibatches):
-        lengths = micro.mask.sum(1).tolist()
-        for i, row in enumerate(micro.rows):
-            tokens = micro.tokens[i, : lengths[i]]
-            steps[row] = Step(micro.prompts[i], tokens, "", None, 0.0, False)
-            logprobs = [x[i, : lengths[i]] for x in (micro.logprobs, micro.baselogprobs)]
-            scores[row] = (*logprobs, micro.advantages[i], micro.returns[i])
-    minibatches = make_minibatches([steps[row] for row in range(len(steps))], args)
-    for micro in itertools.chain(*minibatches):
-        logprobs, baselogprobs, advantages, returns = zip(*[scores[row] for row in micro.rows], strict=True)
-        micro.logprobs = pad_sequence(logprobs, batch_first=True)
-        micro.baselogprobs = pad_sequence(baselogprobs, batch_first=True)
-        micro.advantages, micro.returns = torch.stack(advantages), torch.stack(returns)
-    return minibatches
+ def act(policy, players) -> list[Step]:
+@@
+-        steps.append(Step(prompts[i], tokens[i], responses[i], action, reward, done))
++        steps.append(Step(prompts[i], tokens[i], responses[i], action, reward, done, player.timed_out))
+@@
+             if step.done:
++                if step.timed_out:
++                    step.prompt_after = policy.encode(*player.turn())
+                 if player.episode >= player.first_full:
+@@
++    for row, step in enumerate(steps):
++        if step.timed_out:
++            _, value_after = policy([step.prompt_after], nothing[:1], nothing[:1])
++            rewards.view(-1)[row] += args.gamma * value_after.item()
+     dones = torch.tensor([step.done for step in steps]).to(args.device).view_as(values)
+## first-token
+Deviation 3: the first token of a response has no policy loss (unless it is the only one).
+@@
++            weights = mask.clone()
++            weights[mask.sum(1) > 1, 0] = 0
+-            minibatch.append(MicroBatch(rows, [steps[row].prompt for row in rows], tokens, mask, mask))
++            minibatch.append(MicroBatch(rows, [steps[row].prompt for row in rows], tokens, mask, weights))
+## value-clipping
+Deviation 4: the value is clipped around that of the rollout, as in PPO's first code.
+@@
+         micro.returns = returns.flatten()[micro.rows]
++        micro.values = values.flatten()[micro.rows]
+@@
+-                v_loss = value_loss(values, micro.returns)  # Eq. 4
++                clipped = micro.values + (values - micro.values).clamp(-args.clip_coef, args.clip_coef)
++                errors = torch.max((values - micro.returns) ** 2, (clipped - micro.returns) ** 2)
++                v_loss = 0.5 * errors.mean()
+## not-normalised
+Eq. 3: the advantages keep the size that the rewards give them.
+@@
+-    normalised = (advantages.flatten() - mean) / (std + 1e-8)  # (B,)
++    normalised = advantages.flatten()  # (B,)
+## drawn-anew
+Deviation 18: the second epoch has other minibatches, in which the rounding is another.
+@@
++def drawn_anew(minibatches, args):
++    """The steps of the minibatches in other ones."""
++    steps, scores = {}, {}
++    for micro in itertools.chain(*minibatches):
++        lengths = micro.mask.sum(1).tolist()
++        for i, row in enumerate(micro.rows):
++            tokens = micro.tokens[i, : lengths[i]]
++            steps[row] = Step(micro.prompts[i], tokens, "", None, 0.0, False)
++            logprobs = [x[i, : lengths[i]] for x in (micro.logprobs, micro.baselogprobs)]
++            scores[row] = (*logprobs, micro.advantages[i], micro.returns[i])
++    minibatches = make_minibatches([steps[row] for row in range(len(steps))], args)
++    for micro in itertools.chain(*minibatches):
++        logprobs, baselogprobs, advantages, returns = zip(*[scores[row] for row in micro.rows], strict=True)
++        micro.logprobs = pad_sequence(logprobs, batch_first=True)
++        micro.baselogprobs = pad_sequence(baselogprobs, batch_first=True)
++        micro.advantages, micro.returns = torch.stack(advantages), torch.stack(returns)
++    return minibatches
++
++
+ def update(policy, optimizer, minibatches, args: Args, value_only=False, surrogate=policy_loss):
+@@
+-            minibatches = random.sample(minibatches, len(minibatches))  # the same ones in a new order
++            minibatches = drawn_anew(minibatches, args)
+## one-norm
+Deviation 15: the norm of all gradients together is clipped.
+@@
++            both = [*lora, *value_head]
+-            norm_lora = nn.utils.clip_grad_norm_(lora, args.max_grad_norm, error_if_nonfinite=True)
++            norm = nn.utils.clip_grad_norm_(both, args.max_grad_norm, error_if_nonfinite=True)
+-            norm_value = nn.utils.clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
+-            norms.append([norm_lora.item(), norm_value.item()])
++            norms.append([norm.item(), norm.item()])
+## fp16-head
+Deviation 8: the value head is in fp16.
+@@
+-        self.value_head = nn.Sequential(*layers, nn.Linear(size, 1))
++        self.value_head = nn.Sequential(*layers, nn.Linear(size, 1)).half()
+@@
+-        values = self.value_head(state)[:, 0]  # in fp32, outside autocast
++        values = self.value_head(state.half())[:, 0].float()
+## bf16-logprobs
+Deviation 10: log-probabilities are rounded to bfloat16.
+@@
++        logprobs = logprobs.bfloat16().float()
+         return logprobs.masked_fill(mask == 0, 0), values
+'''
 
 
-def update(policy, optimizer""",
-        ),
-        (
-            """\
-            minibatches = random.sample(minibatches, len(minibatches))  # the same ones in a new order
-""",
-            """\
-            minibatches = drawn_anew(minibatches, args)
-""",
-        ),
-    ],
-    # Deviation 15: one norm of all gradients is clipped.
-    "one-norm": [
-        (
-            """\
-            norm_lora = nn.utils.clip_grad_norm_(lora, args.max_grad_norm, error_if_nonfinite=True)
-            norm_value = nn.utils.clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
-            norms.append([norm_lora.item(), norm_value.item()])
-""",
-            """\
-            both = [*lora, *value_head]
-            norm = nn.utils.clip_grad_norm_(both, args.max_grad_norm, error_if_nonfinite=True)
-            norms.append([norm.item(), norm.item()])
-""",
-        ),
-    ],
-    # Deviation 8: the value head is in fp16.
-    "fp16-head": [
-        (
-            """\
-        self.value_head = nn.Sequential(*layers, nn.Linear(size, 1))
-""",
-            """\
-        self.value_head = nn.Sequential(*layers, nn.Linear(size, 1)).half()
-""",
-        ),
-        (
-            """\
-        values = self.value_head(state)[:, 0]  # in fp32, outside autocast
-""",
-            """\
-        values = self.value_head(state.half())[:, 0].float()
-""",
-        ),
-    ],
-    # Deviation 10: log-probabilities are rounded to bfloat16.
-    "bf16-logprobs": [
-        (
-            """\
-        return logprobs.masked_fill(mask == 0, 0), values
-""",
-            """\
-        logprobs = logprobs.bfloat16().float()
-        return logprobs.masked_fill(mask == 0, 0), values
-""",
-        ),
-    ],
-}
+def read(details) -> dict[str, str]:
+    """The diffs by name: what is undone, and after each @@ a place in vldac.py, with whole lines."""
+    diffs = {}
+    for part in details.split("## ")[1:]:
+        name, _, diff = part.partition("\n")
+        diffs[name] = diff
+    return diffs
+
+
+UNDONE = read(DETAILS)
 
 
 def source_without(detail) -> str:
-    """vldac.py with a detail undone. ValueError unless each line to replace is there exactly once."""
+    """vldac.py with a detail undone. ValueError unless each place to change is there exactly once."""
     source = (ROOT / "vldac.py").read_text(encoding="utf-8")
-    for old, new in UNDONE[detail]:
+    for hunk in UNDONE[detail].split("@@\n")[1:]:
+        lines = hunk.splitlines()
+        old = "\n" + "".join(line[1:] + "\n" for line in lines if not line.startswith("+"))
+        new = "\n" + "".join(line[1:] + "\n" for line in lines if not line.startswith("-"))
         if source.count(old) != 1:
-            raise ValueError(f"{detail}: these lines are {source.count(old)} times in vldac.py:\n{old}")
+            raise ValueError(f"{detail}: these lines are {source.count(old)} times in vldac.py:{old}")
         source = source.replace(old, new)
     return source
-
-
-def diff(detail) -> str:
-    before = (ROOT / "vldac.py").read_text(encoding="utf-8").splitlines()
-    lines = difflib.unified_diff(before, source_without(detail).splitlines(), "vldac.py", detail, lineterm="")
-    return "\n".join(lines)
 
 
 def load(detail):
@@ -343,7 +210,7 @@ def main(argv=None):
         raise SystemExit(2 if words else 0)
     detail, *options = words
     if not options:
-        print(diff(detail))
+        print(UNDONE[detail])
         return
     vldac = load(detail)
 
