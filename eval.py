@@ -192,15 +192,6 @@ class Recording:
         return ("success", "green") if self.result["success"] else ("failure", "red")
 
 
-def thought_of(response) -> str:
-    """What a response says before its action.
-
-    >>> thought_of('{"thoughts": "it is close",\\n "action": "move forward"}')
-    'it is close'
-    """
-    return vldac.ACTION_KEY.split(response)[0].split('"thoughts"')[-1].strip(' \n:{}",')
-
-
 def png(frame) -> bytes:
     """A frame as a file."""
     file = io.BytesIO()

@@ -60,7 +60,9 @@ filler, film, loop, rl4vlm, toy, undo = programs
 torch.set_num_threads(1)  # the models here are too small to share
 
 
-@pytest.mark.parametrize("module", [vldac, envs, evaluation, filler, loop, rl4vlm], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [vldac, envs, evaluation, filler, film, loop, rl4vlm], ids=lambda m: m.__name__
+)
 def test_doctests(module):
     result = doctest.testmod(module)
     assert result.attempted > 0 and result.failed == 0

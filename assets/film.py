@@ -19,13 +19,22 @@ import eval as evaluation  # noqa: E402
 import vldac  # noqa: E402
 
 
+def thought_of(response) -> str:
+    """What a response says before its action.
+
+    >>> thought_of('{"thoughts": "it is close",\\n "action": "move forward"}')
+    'it is close'
+    """
+    return vldac.ACTION_KEY.split(response)[0].split('"thoughts"')[-1].strip(' \n:{}",')
+
+
 def panel(title, recording, k):
     """Step k of an episode, or how it ended: a frame, and under it what was thought and done."""
     number = min(k + 1, len(recording.moments))
     if k < len(recording.moments):
         moment = recording.moments[k]
         frame = moment.png
-        thought = evaluation.thought_of(moment.response)
+        thought = thought_of(moment.response)
         action = moment.action or "(no admissible action)"
         color = "blue" if moment.action else "red"
     else:
