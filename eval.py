@@ -509,8 +509,8 @@ class Curve:
     parsed: float  # of the responses at the end
     agreement: float | None  # true thoughts at the end
 
-    def mean(self) -> float:
-        """Success from step 0 to the budget in the mean: the area under the curve, divided by the budget.
+    def whole(self):
+        """Steps and rates from step 0 to the budget.
 
         Until the first rate it is that before training (if it was not measured, the first rate). A run that
         ended before its budget keeps its last rate, as it keeps its last weights.
@@ -519,7 +519,11 @@ class Curve:
         end = np.interp(self.budget, self.steps, self.rates)  # LOOP's last episodes may end beyond the budget
         inside = self.steps < self.budget
         steps = [0, self.steps[0], *self.steps[inside], self.budget]
-        rates = [start, start, *self.rates[inside], end]
+        return steps, [start, start, *self.rates[inside], end]
+
+    def mean(self) -> float:
+        """Success in the mean over the budget: the area under `whole`, divided by the budget."""
+        steps, rates = self.whole()
         return np.trapezoid(rates, steps).item() / self.budget
 
 
@@ -595,8 +599,8 @@ def table(folders) -> str:
     return lines_of_table([*names, "parsed", "true thoughts"], lines)
 
 
-def methods(baseline, folders) -> str:
-    """A row for every method: its means over seeds, and its paired differences from the baseline, tested."""
+def paired(baseline, folders):
+    """Runs by method, each method's by seed; and the differences of their means from the baseline's."""
     curves = [load_curve(Path(folder)) for folder in folders]
     groups = {}
     for group in groups_of(curves):
@@ -612,6 +616,12 @@ def methods(baseline, folders) -> str:
             raise UserError(f"the seeds of {label} are not those of {baseline}")
         pairs = zip(group, base, strict=True)
         differences[label] = [curve.mean() - other.mean() for curve, other in pairs]
+    return groups, differences
+
+
+def methods(baseline, folders) -> str:
+    """A row for every method: its means over seeds, and its paired differences from the baseline, tested."""
+    groups, differences = paired(baseline, folders)
     others = [label for label in groups if label != baseline]
     ps = [sign_flip(differences[label]) for label in others]
     tests = dict(zip(others, zip(ps, holm(ps), strict=True), strict=True))

@@ -55,8 +55,8 @@ from vldac import Args, VLMPolicy, build_prompt, gae, kl_base, kl_loss, parse_ac
 
 ROOT = Path(__file__).parent
 sys.path.append(str(ROOT / "assets"))
-programs = map(importlib.import_module, ["filler", "film", "loop", "rl4vlm", "toy", "undo"])
-filler, film, loop, rl4vlm, toy, undo = programs
+programs = map(importlib.import_module, ["filler", "film", "loop", "paired", "rl4vlm", "toy", "undo"])
+filler, film, loop, paired, rl4vlm, toy, undo = programs
 torch.set_num_threads(1)  # the models here are too small to share
 
 
@@ -3250,6 +3250,16 @@ def test_methods_are_tested_pair_by_pair(tmp_path, capsys):
     ]
 
 
+def test_the_figure_of_a_comparison(tmp_path):
+    pytest.importorskip("matplotlib", reason="plots need: pip install matplotlib")
+    for label, seed in itertools.product(("VL-DAC", "other"), range(6)):
+        write_log(tmp_path / f"OneRoom-{label}-{seed}", "OneRoom", "success_rate", [0.2, 0.4, seed / 10])
+    out = str(tmp_path / "p.png")
+    paired.main("VL-DAC", *map(str, tmp_path.glob("OneRoom-*")), "--out", out)
+    with Image.open(out) as picture:
+        assert picture.width == 1800
+
+
 def test_learning_curves(logs, tmp_path):
     pytest.importorskip("matplotlib", reason="plots need: pip install matplotlib")
     evaluated(tmp_path / "hint.json", "hint", "--env", "NumberLine", "--episodes", 2)
@@ -3348,12 +3358,19 @@ def test_the_readme_names_every_option_and_deviation():
 WORLDS_OF_THE_README = ("OneRoom", "Hallway", "NumberLine", "EZPoints")
 
 
-def test_the_tables_of_results_are_those_of_the_logs():
-    logs = ROOT / "assets" / "logs"
-    first_page = [logs / f"{world}-VL-DAC-{seed}" for world in WORLDS_OF_THE_README for seed in range(3)]
-    for readme, folders in (("README.md", first_page), ("assets/README.md", sorted(logs.glob("*-[012]")))):
-        text = (ROOT / readme).read_text("utf-8")
-        assert re.findall("<!-- results -->\n(.*?)\n<!-- end -->", text, re.S) == [evaluation.table(folders)]
+TABLE = r"`python eval\.py (table|methods) ([^`]+)`[^`]*<!-- results -->\n(.*?)\n<!-- end -->"
+
+
+@pytest.mark.parametrize("page", ["README.md", "assets/README.md"])
+def test_every_table_is_what_the_command_above_it_prints(page, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = Path(page).read_text("utf-8")
+    tables = re.findall(TABLE, text, re.S)
+    assert len(tables) == text.count("<!-- results -->") > 0
+    for command, paths, printed in tables:
+        words = subprocess.run(["bash", "-c", f"echo {paths}"], capture_output=True, text=True).stdout.split()
+        evaluation.main([command, *words])
+        assert capsys.readouterr().out == printed + "\n"
 
 
 def test_the_evaluations_are_those_of_the_results():
