@@ -200,13 +200,19 @@ def png(frame) -> bytes:
 
 
 def tokens_of(policy, tokens, logprobs) -> list[tuple[str, float]]:
-    """A response's tokens as text, each with its probability, without the stop ids."""
-    found, before = [], ""
+    """A response's tokens as text, each with its probability; the end of the turn is a paragraph mark.
+
+    Tokens that are parts of a letter count as one.
+    """
+    found, shown, probability = [], "", 1.0
     for r in range(len(tokens)):
-        [text] = policy.decode([tokens[: r + 1]])  # a letter may be of several tokens
-        if text != before:
-            found.append((text[len(before) :], math.exp(logprobs[r])))
-        before = text
+        probability *= math.exp(logprobs[r])
+        [text] = policy.decode([tokens[: r + 1]])
+        if torch.isin(tokens[r], policy.stop_ids):
+            text += "\u00b6"
+        if not text.endswith("\ufffd") or r + 1 == len(tokens):  # else the letter is not complete
+            found.append((text[len(shown) :], probability))
+            shown, probability = text, 1.0
     return found
 
 
@@ -319,11 +325,12 @@ figure {{ margin: 0 }}  .charts svg {{ width: 100% }}  .strip svg {{ display: bl
 <h2>Evaluations on fixed seeds</h2><div class="table"><table>{evaluations}</table></div>
 <h2>Episodes</h2><p>{played}. Below: the first 5 failures and 3 successes.
 {critic}Marked are tokens with a probability below <span class="p50">0.9</span>,
-<span class="p10">0.5</span> and <span class="p0">0.1</span>.</p>
+<span class="p10">0.5</span> and <span class="p0">0.1</span>; &para; ends a response.</p>
 {strips}"""
 
-CRITIC = """V is the critic's value before the step, A the step's advantage by GAE with &gamma; {gamma} and
-&lambda; {gae_lambda}: all tokens of the response share it. Above the frames: V as a line, rewards as bars.
+CRITIC = """V is the critic's value before the step. A is the step's advantage, which all tokens of the
+response share: GAE over this episode with &gamma; {gamma} and &lambda; {gae_lambda}, before it is normalised.
+Above the frames: V as a line, rewards as bars.
 """
 
 CHARTS = {
@@ -404,7 +411,9 @@ def values_and_rewards(moments) -> str:
     return (
         f'<svg viewBox="0 -4 {width} 58" style="width: {width}px"><path d="M0 {zero:.1f}h{width}" '
         f'stroke="#8888"/><path d="{bars}" stroke="#8a8" stroke-width="12"/>'
-        f'<polyline points="{line}" fill="none" stroke="#37d" stroke-width="2"/></svg>'
+        f'<polyline points="{line}" fill="none" stroke="#37d" stroke-width="2"/>'
+        f'<g fill="currentColor" font-size="10"><text y="6">{high:.3g}</text>'
+        f'<text y="52">{low:.3g}</text></g></svg>'
     )
 
 

@@ -925,15 +925,24 @@ def test_a_run_of_loop(run, monkeypatch):
     assert played + 8 > 64 and (folder / "adapter" / "adapter_config.json").exists()
 
 
-def test_a_run_of_loop_that_was_killed_goes_on(run, tmp_path, monkeypatch):
-    options = ["--total_timesteps", 64, "--group_size", 2]
-    run(TROUBLED, *options, name="whole", main=loop.main)
+VARIANTS = {
+    "loop": (loop.main, ["--group_size", 2]),
+    "undo": (lambda words: undo.main(["time-out-bootstrapped", *words]), []),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_run_of_a_variant_that_was_killed_goes_on(name, run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vldac", vldac)
+    main, options = VARIANTS[name]
+    options = ["--total_timesteps", 64, *options]
+    run(TROUBLED, *options, name="whole", main=main)
     monkeypatch.setenv("TROUBLE", "killed 30")
-    assert forked(lambda: run(TROUBLED, *options, name="part", main=loop.main)) == [-signal.SIGKILL]
+    assert forked(lambda: run(TROUBLED, *options, name="part", main=main)) == [-signal.SIGKILL]
     monkeypatch.delenv("TROUBLE")
     part = tmp_path / "part"
-    assert 0 < torch.load(part / "checkpoint.pt", weights_only=True)["step"] < 64
-    loop.main(["--resume", str(part)])
+    assert 0 < torch.load(part / "checkpoint.pt", weights_only=True)["update"] < 8
+    main(["--resume", str(part)])
     assert without_times(rows_of(part)) == without_times(rows_of(tmp_path / "whole"))
     weights = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in tmp_path.iterdir()]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
@@ -942,55 +951,54 @@ def test_a_run_of_loop_that_was_killed_goes_on(run, tmp_path, monkeypatch):
 # -------------------------------------------------------------------------------------- why a ratio per token
 
 
-def test_the_toy_s_thoughts_end_in_random_words(tmp_path, monkeypatch):
-    """Each a token of its own; the tokens of everything else are those of the toy's own tokenizer."""
+@pytest.mark.parametrize("env", ["NumberLine", CORRIDOR])
+def test_the_toy_s_thoughts_end_in_random_words(env, tmp_path, monkeypatch):
+    """Each a token of its own. But for them the lesson is the toy's own, to the last draw."""
     monkeypatch.chdir(tmp_path)
-    lessons = {}
+    lessons = []
 
     def teach(args, folder):
         examples = toy.play(args, 64, args.seed)
         rng = random.Random(0)
         responses = [example.response(rng) for example in examples]
         turns = [example.turn[0][0]["content"][-1]["text"] for example in examples]
-        lessons[args.env, folder.name.split(".")[0]] = (
-            examples,
-            responses,
-            toy.build_tokenizer(turns, responses),
-        )
+        lessons.append((responses, toy.build_tokenizer(turns, responses), rng.random()))
         folder.mkdir(parents=True)
 
     monkeypatch.setattr(toy, "teach", teach)
-    monkeypatch.setattr(vldac.VLMPolicy, "decode", lambda policy, responses: responses)
-    args = filler.Args(env="NumberLine", num_images=1, words=5, max_new_tokens=45)
+    args = filler.Args(env=env, num_images=1, words=5, max_new_tokens=45)
     folder = filler.toy_folder(args)
-    assert folder == Path("runs/toys/NumberLine-5-words-0") and filler.toy_folder(args) == folder
+    assert filler.toy_folder(args) == folder  # taught once
     toy.main(Path("plain"), json.dumps({name: getattr(args, name) for name in toy.OPTIONS}))
-    (examples, longer, tokenizer), (_, plain, plain_tokenizer) = lessons.values()
-    for example, response, short in zip(examples, longer, plain, strict=True):
-        said = json.loads(response)
-        assert parse_action(response, example.actions) is not None
-        words = said["thoughts"].removeprefix(example.caption).split()
+    (longer, tokenizer, draw), (plain, plain_tokenizer, plain_draw) = lessons
+    assert draw == plain_draw
+    for response, short in zip(longer, plain, strict=True):
+        assert filler.FILLER.sub("", response) == short
+        words = filler.FILLER.search(response)[0].split()
         assert len(words) == 5 and set(words) <= set(filler.WORDS)
-        assert len(tokenizer.tokenize(response)) == 5 + len(
-            tokenizer.tokenize(filler.FILLER.sub("", response))
-        )
+        tokens = tokenizer.tokenize(response)
+        assert [token for token in tokens if token.strip() not in filler.WORDS] == tokenizer.tokenize(short)
         assert tokenizer.tokenize(short) == plain_tokenizer.tokenize(short)
+        assert len(tokens) == 5 + len(tokenizer.tokenize(short))
     assert len(set(longer)) > len(set(plain))  # drawn anew
     with pytest.raises(envs.UserError, match="more --words need more"):
         filler.toy_folder(dataclasses.replace(args, words=6))
 
 
-@pytest.mark.parametrize("ratio", ["token", "response", "token_sum"])
-def test_a_run_with_longer_thoughts_logs_how_far_ratios_scatter(ratio, run, monkeypatch):
+@pytest.mark.parametrize("ratio", filler.SURROGATES)
+def test_a_run_with_longer_thoughts_logs_how_far_ratios_scatter(ratio, run, monkeypatch, capsys):
     """Nothing else changes: per token it is VL-DAC's training, per response RL4VLM's."""
     for name in ("update", "runpy"):
         monkeypatch.setattr(vldac, name, getattr(vldac, name))  # and back at the end
     plain = {"token": vldac.main, "response": rl4vlm.main}
     options = ["--value_warmup", 0, "--learning_rate", 0.01]
-    _, rows = run(CORRIDOR, *options, "--ratio", ratio, name="filler", main=filler.main)
+    folder, rows = run(CORRIDOR, *options, "--ratio", ratio, name="filler", main=filler.main)
     for row in rows[1:]:
-        token, response = (row.pop(f"losses/logratio_std_{of}") for of in ("token", "response"))
+        token, response = (row.pop(f"losses/logratio_rms_{of}") for of in ("token", "response"))
         assert response > token > 0 and 0 <= row.pop("losses/clipfrac_response") <= 1
+    if ratio == "token_mean":
+        words = ["--resume", folder, "--micro_batch_size", 4]
+        assert "--micro_batch_size must be as large" in refused(words, capsys, main=filler.main)
     if ratio in plain:
         monkeypatch.undo()
         _, expected = run(CORRIDOR, *options, name="plain", main=plain[ratio])
@@ -1083,6 +1091,10 @@ def test_a_run_without_a_detail(run, model, tmp_path, monkeypatch, capsys):
     assert (folder / "vldac.py").read_text() == undo.source_without("start-together")
     assert json.loads((folder / "args.json").read_text())["program"] == "assets/undo.py start-together"
     assert f"python assets/undo.py start-together --resume {folder}" in capsys.readouterr().out
+    source = (folder / "vldac.py").read_text()
+    (folder / "vldac.py").write_text(source + "# changed since")
+    assert "is not that of" in refused(["--resume", folder], capsys, main=main)
+    (folder / "vldac.py").write_text(source)
     (folder / "checkpoint.pt").unlink()
     main(["--resume", str(folder)])
     assert without_times(rows_of(folder)) == without_times(rows)
@@ -1116,35 +1128,45 @@ def test_undone_a_random_action_is_played_for_what_does_not_parse(model, monkeyp
         assert all(reward in (0.5, -2.5) for reward in rewards) == (not detail)
         [step] = rollout.module.act(rollout.policy, rollout.players[:1])  # as an evaluation plays
         assert step.reward in (0.5, -2.5)
+    obeyed = []
+    for detail in ("", "random-action"):
+        steps = Rollout(detail, model, monkeypatch, said=['{"action": "right"}']).steps
+        obeyed.append([step.reward for step in steps])
+    assert obeyed[0] == obeyed[1]
 
 
-STAY = ['{"action": "left"}']  # so every episode times out
+WALKS = [f'{{"action": "{action}"}}' for action in ("left", "right", "right")]  # some arrive, some time out
 
 
-def test_undone_nothing_is_learned_from_a_time_out(model, monkeypatch):
-    for detail in ("", "time-out-ignored"):
-        rollout = Rollout(detail, model, monkeypatch, said=STAY)
-        ended = [row for row, step in enumerate(rollout.steps) if step.done]
-        assert len(ended) >= 2
-        for row, i, micro in rollout.rows():
-            if row in ended:
-                value = rollout.value(rollout.steps[row].prompt)
-                target = value if detail else -3.0  # the return is the value where the advantage is 0
-                assert micro.returns[i].item() == pytest.approx(target, abs=1e-5)
-    rollout = Rollout("time-out-ignored", model, monkeypatch, said=['{"action": "right"}'])
-    ends = [micro.returns[i].item() for row, i, micro in rollout.rows() if rollout.steps[row].reward == 4.0]
-    assert ends == pytest.approx([4.0] * len(ends), abs=1e-5) and ends  # arriving is an end
+@pytest.mark.parametrize("detail", ["", "time-out-ignored", "time-out-bootstrapped"])
+def test_undone_time_outs(detail, model, monkeypatch):
+    """The returns are those by definition, with another reward where an episode times out.
 
-
-def test_undone_a_time_out_is_bootstrapped(model, monkeypatch):
-    rollout = Rollout("time-out-bootstrapped", model, monkeypatch, said=STAY, gamma=0.9)
-    ended = [row for row, step in enumerate(rollout.steps) if step.done]
+    Ignored: the reward that makes the advantage 0, and earlier steps see no more of it. Bootstrapped: with
+    gamma times the value of the state that follows.
+    """
+    rollout = Rollout(detail, model, monkeypatch, said=WALKS, num_steps=24, gamma=0.9, gae_lambda=0.6)
+    steps = rollout.steps
+    values = torch.tensor([rollout.value(step.prompt) for step in steps])
+    last = torch.tensor([rollout.value(rollout.policy.encode(*p.turn())) for p in rollout.players])
+    rewards = torch.tensor([step.reward for step in steps])
+    arrivals = 0
+    for row, step in enumerate(steps):
+        arrivals += step.reward == 4.0
+        if not step.done or step.reward == 4.0 or not detail:
+            continue
+        if detail == "time-out-ignored":
+            rewards[row] = values[row]
+        else:
+            assert "Actions left: 0." in rollout.policy.tokenizer.decode(step.prompt_after["input_ids"][0])
+            rewards[row] += 0.9 * rollout.value(step.prompt_after)
+    dones = torch.tensor([step.done for step in steps])
+    assert arrivals and dones.sum() > arrivals
+    values = torch.cat([values, last]).view(-1, 2)
+    advantages = gae_by_definition(rewards.view(-1, 2), values, dones.view(-1, 2), 0.9, 0.6)
+    returns = (advantages + values[:-1]).flatten()
     for row, i, micro in rollout.rows():
-        if row in ended:
-            after = rollout.steps[row].prompt_after
-            assert "Actions left: 0." in rollout.policy.tokenizer.decode(after["input_ids"][0])
-            target = -3.0 + 0.9 * rollout.value(after)
-            assert micro.returns[i].item() == pytest.approx(target, abs=1e-5)
+        assert micro.returns[i].item() == pytest.approx(returns[row].item(), abs=1e-4)
 
 
 def test_undone_the_first_token_has_no_policy_loss(model, monkeypatch):
@@ -1191,7 +1213,10 @@ def test_undone_the_second_epoch_has_other_minibatches(model, monkeypatch):
         rows.append(micro.rows)
     assert sorted(itertools.chain(*rows)) == list(range(16))
     assert rows != [micro.rows for micro in itertools.chain(*rollout.minibatches)]
-    assert rollout.update()["ratio_first"] == 0.0
+    drawn = []
+    monkeypatch.setattr(rollout.module, "drawn_anew", lambda *_: drawn.append(1) or anew)
+    rollout.update()
+    assert drawn == [1]  # in the second epoch of two
 
 
 def test_undone_one_norm_is_clipped(model, monkeypatch):
@@ -1210,7 +1235,9 @@ def test_undone_the_value_head_is_in_fp16(model, monkeypatch):
     nothing = rollout.policy.no_response(len(prompts))
     _, values = rollout.policy(prompts, nothing, nothing)
     assert values.dtype == torch.float32 and values.equal(values.half().float())
+    before = rollout.policy.value_head[0].weight.clone()
     assert math.isfinite(rollout.update()["value_loss"])
+    assert not rollout.policy.value_head[0].weight.equal(before)
 
 
 def test_undone_log_probabilities_are_rounded(model, monkeypatch):
@@ -2486,10 +2513,10 @@ def files(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def refused(argv, capsys) -> str:
+def refused(argv, capsys, main=vldac.main) -> str:
     """The last line of a program that refuses its options: exit status 2 and no traceback."""
     with pytest.raises(SystemExit) as stop:
-        vldac.main([str(word) for word in argv])
+        main([str(word) for word in argv])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and "Traceback" not in error
     return error.strip().splitlines()[-1]
@@ -3049,6 +3076,16 @@ def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path):
     assert re.search(r"V (\S+),", strips[0])[1] == f"{value.item():.2f}"
 
 
+def test_tokens_of_one_letter_are_shown_as_one(policy):
+    """A letter of two tokens has the product of their probabilities; without an end of the turn, no mark."""
+    tokens = policy.tokenizer("a\u00e9b", return_tensors="pt").input_ids[0][-4:]
+    assert len(tokens) == 4
+    found = evaluation.tokens_of(policy, tokens, torch.tensor([0.5, 0.5, 0.4, 0.9]).log())
+    assert [text for text, _ in found] == ["a", "\u00e9", "b"]
+    assert [p for _, p in found] == pytest.approx([0.5, 0.2, 0.9])
+    assert evaluation.tokens_of(policy, tokens[:2], torch.zeros(2)) == [("a", 1.0), ("\ufffd", 1.0)]
+
+
 def test_a_strip_has_each_step_s_advantage_and_its_tokens(monkeypatch):
     """By hand: gamma 1/2, lambda 1, so A = reward + next reward / 2 - V. A large frame is made small."""
     frame = evaluation.png(np.zeros((640, 640, 3), np.uint8))
@@ -3082,10 +3119,10 @@ def test_the_probabilities_of_a_recording_are_those_of_the_policy(toy_run):
     evaluation.recorded(act, recordings)(policy, players)
     for seed, step in enumerate(taken):
         [moment] = recordings[seed].moments
-        assert "".join(text for text, _ in moment.tokens) == moment.response == step.response
+        assert "".join(text for text, _ in moment.tokens) == f"{step.response}\u00b6"
         logprobs, value = policy([step.prompt], *pad([step.tokens]))
         assert moment.value == pytest.approx(value.item(), abs=1e-5)
-        expected = logprobs[0].exp().tolist()[: len(moment.tokens)]
+        expected = logprobs[0].exp().tolist()
         assert [p for _, p in moment.tokens] == pytest.approx(expected, abs=1e-5)
 
 

@@ -2,16 +2,18 @@
 
     python assets/filler.py --words 48 --max_new_tokens 88                            VL-DAC
     python assets/filler.py --words 48 --max_new_tokens 88 --ratio response           RL4VLM, lambda 0.5
-    python assets/filler.py --words 48 --max_new_tokens 88 --ratio token_sum --micro_batch_size 128
+    python assets/filler.py --words 48 --max_new_tokens 88 --ratio token_sum          VL-DAC with a sum
 
 takes the options of vldac.py and rl4vlm.py too. The words are drawn anew for every response that is taught;
 nothing else of the lesson changes, nor of the training. A toy is kept in runs/toys for other runs.
 
-The log also has how far the logarithms of the ratios scatter, per token and per response. Its
-thought_agreement means nothing here, as a true thought ends before the words.
+The log also has how far the ratios are from 1, per token and per response (see scatter). thought_agreement
+means nothing here, as a true thought ends before the words.
 """
 
+import hashlib
 import json
+import random
 import re
 import sys
 import types
@@ -41,8 +43,8 @@ class Args(rl4vlm.Args):
 
     program: ClassVar[str] = "assets/filler.py"
     words: int | None = None  # random words after every thought that the toy is taught; default: none
-    # Whose ratio is clipped: VL-DAC's, RL4VLM's, or VL-DAC's with a sum over the tokens of a step.
-    ratio: Literal["token", "response", "token_sum"] = "token"
+    # What is clipped: VL-DAC's ratios, RL4VLM's, or VL-DAC's with another mean over the tokens.
+    ratio: Literal["token", "response", "token_sum", "token_mean"] = "token"
 
 
 def toy_folder(args) -> Path:
@@ -51,14 +53,18 @@ def toy_folder(args) -> Path:
         return toy.cached_folder(args)
     if args.max_new_tokens < vldac.TOY["max_new_tokens"] + args.words:
         raise envs.UserError("more --words need more --max_new_tokens")
-    folder = Path("runs", "toys", f"{args.env}-{args.words}-words-{args.seed}")
+    lesson = {name: getattr(args, name) for name in toy.OPTIONS}
+    parts = [json.dumps(lesson), Path(__file__).read_text(), Path(toy.__file__).read_text()]
+    key = hashlib.sha256("".join(parts).encode()).hexdigest()[:8]
+    folder = Path("runs", "toys", f"{args.env}-{args.words}-words-{args.seed}-{key}")
     if folder.exists():
         return folder
+    rng_of_words = random.Random(args.seed)  # so that the lesson's own draws stay what they are
     respond, build_tokenizer, decode = toy.Example.response, toy.build_tokenizer, vldac.VLMPolicy.decode
 
     def longer_response(example, rng):
         response = json.loads(respond(example, rng))
-        response["thoughts"] += "".join(" " + rng.choice(WORDS) for _ in range(args.words))
+        response["thoughts"] += "".join(" " + rng_of_words.choice(WORDS) for _ in range(args.words))
         return json.dumps(response)
 
     def tokenizer_with_words(prompts, responses):
@@ -76,65 +82,89 @@ def toy_folder(args) -> Path:
         mock.patch.object(toy, "build_tokenizer", tokenizer_with_words),
         mock.patch.object(vldac.VLMPolicy, "decode", decode_without_words),
     ):
-        toy.main(folder, json.dumps({name: getattr(args, name) for name in toy.OPTIONS}))
+        toy.main(folder, json.dumps(lesson))
     return folder
 
 
-def token_sum_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
-    """Eq. 3 with the mean over all tokens: a step counts by its length, as if its tokens were summed up.
-
-    >>> lp, mask = torch.zeros(2, 2), torch.tensor([[1, 1], [1, 0]])
-    >>> token_sum_loss(lp, lp, torch.tensor([3.0, 0.0]), mask, 0.2)  # -(3 + 3 + 0) / 3
-    tensor(-2.)
-    >>> vldac.policy_loss(lp, lp, torch.tensor([3.0, 0.0]), mask, 0.2)  # -(3 + 0) / 2
-    tensor(-1.5000)
-    """
+def token_losses(newlogprobs, logprobs, advantages, mask, clip_coef):
+    """PPO's clipped loss of every token (B, R), as in Eq. 3; 0 where masked."""
     ratio = (newlogprobs - logprobs).masked_fill(mask == 0, 0).exp()
     advantages = advantages[:, None]  # (B, 1)
     pg_loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef))
-    return (pg_loss * mask).sum() / mask.sum()
+    return pg_loss * mask
+
+
+def token_sum_loss(*batch):
+    """Eq. 3 with the sum over the tokens of a step, the scale that RL4VLM's loss has beside the KL term.
+
+    >>> batch = torch.zeros(2, 2), torch.zeros(2, 2), torch.tensor([3.0, 0.0]), torch.tensor([[1, 1], [1, 0]])
+    >>> token_sum_loss(*batch, 0.2), vldac.policy_loss(*batch, 0.2)  # -(6 + 0) / 2 and -(3 + 0) / 2
+    (tensor(-3.), tensor(-1.5000))
+    """
+    return token_losses(*batch).sum(1).mean()
+
+
+def token_mean_loss(*batch):
+    """Eq. 3 with the mean over all tokens of a minibatch: a step counts by its length.
+
+    >>> batch = torch.zeros(2, 2), torch.zeros(2, 2), torch.tensor([3.0, 0.0]), torch.tensor([[1, 1], [1, 0]])
+    >>> token_mean_loss(*batch, 0.2)  # -(3 + 3 + 0) / 3
+    tensor(-2.)
+    """
+    mask = batch[3]
+    return token_losses(*batch).sum() / mask.sum()
 
 
 def scatter(newlogprobs, logprobs, weights, clip_coef) -> dict[str, float]:
-    """How far the logarithms of the ratios scatter, and the share of responses whose ratio is clipped.
+    """Mean squares of the ratios' logarithms, per token and per response; the share of clipped responses.
 
-    weights (B, R): those of RL4VLM, or 1; 0 where masked. A response's ratio is that of its weighted tokens.
+    weights (B, R): those of RL4VLM, or 1; 0 where masked. Clipped is the ratio of the weighted tokens.
 
     >>> new = torch.tensor([[0.3, -0.1], [0.1, 0.9]])  # responses 0.2 and, without the masked token, 0.1
     >>> found = scatter(new, torch.zeros(2, 2), torch.tensor([[1, 1], [1, 0]]), clip_coef=0.2)
-    >>> {name: round(x, 3) for name, x in found.items()}  # exp(0.2) is clipped
-    {'logratio_std_token': 0.163, 'logratio_std_response': 0.05, 'clipfrac_response': 0.5}
+    >>> {name: round(x, 4) for name, x in found.items()}  # 0.11 / 3, 0.05 / 2, and exp(0.2) is above 1.2
+    {'token': 0.0367, 'response': 0.025, 'clipped': 0.5}
     """
-    logratio = (newlogprobs - logprobs).detach()
-    of_responses = (logratio.masked_fill(weights == 0, 0) * weights).sum(1)
-    clipped = (of_responses.exp() - 1).abs() > clip_coef
+    logratio = (newlogprobs - logprobs).detach().masked_fill(weights == 0, 0)
+    clipped = ((logratio * weights).sum(1).exp() - 1).abs() > clip_coef
     return {
-        "logratio_std_token": logratio[weights > 0].std(correction=0).item(),
-        "logratio_std_response": of_responses.std(correction=0).item(),
-        "clipfrac_response": clipped.float().mean().item(),
+        "token": (logratio.square().sum() / (weights > 0).sum()).item(),
+        "response": logratio.sum(1).square().mean().item(),
+        "clipped": clipped.float().mean().item(),
     }
 
 
 def update(policy, optimizer, minibatches, args, value_only, surrogate, *, plain_update=vldac.update):
-    """The same as vldac.update; its statistics have those of `scatter` too."""
+    """The same as vldac.update, with three more figures: how far the ratios are from 1."""
     found = []
 
-    def watched(newlogprobs, logprobs, advantages, weights, clip_coef):
+    def recording_surrogate(newlogprobs, logprobs, advantages, weights, clip_coef):
         found.append(scatter(newlogprobs, logprobs, weights, clip_coef))
         return surrogate(newlogprobs, logprobs, advantages, weights, clip_coef)
 
-    losses = plain_update(policy, optimizer, minibatches, args, value_only, watched)
-    return losses | {name: np.mean([x[name] for x in found]).item() for name in found[0]}
+    losses = plain_update(policy, optimizer, minibatches, args, value_only, recording_surrogate)
+    means = {name: np.mean([x[name] for x in found]).item() for name in found[0]}
+    losses["logratio_rms_token"] = means["token"] ** 0.5
+    losses["logratio_rms_response"] = means["response"] ** 0.5
+    losses["clipfrac_response"] = means["clipped"]
+    return losses
+
+
+SURROGATES = {
+    "token": {},
+    "response": {"surrogate": rl4vlm.rl4vlm_loss, "token_weights": rl4vlm.thought_weights},
+    "token_sum": {"surrogate": token_sum_loss},
+    "token_mean": {"surrogate": token_mean_loss},
+}
 
 
 def train(args, folder):
+    if args.words and args.model != str(folder / "base"):
+        raise envs.UserError("--words teaches a toy: it takes no other --model")
+    if args.ratio == "token_mean" and args.micro_batch_size < args.minibatch_size:
+        raise envs.UserError("the mean is over a minibatch: --micro_batch_size must be as large")
     vldac.update = update
-    of_ratio = {
-        "token": {},
-        "response": {"surrogate": rl4vlm.rl4vlm_loss, "token_weights": rl4vlm.thought_weights},
-        "token_sum": {"surrogate": token_sum_loss},
-    }
-    vldac.train(args, folder, **of_ratio[args.ratio])
+    vldac.train(args, folder, **SURROGATES[args.ratio])
 
 
 def main(argv=None):

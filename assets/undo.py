@@ -30,14 +30,14 @@ Deviation 11: all players begin an episode when the training begins, so all time
 -        steps = self.index * self.info["left"] // self.args.num_envs
 +        steps = 0
 ## random-action
-Deviation 12: for a response that does not parse a random action is played, which reinforces it.
+Deviation 12: for a response that does not parse a random action is played, and credited to the response.
 @@
 -def act(policy, players) -> list[Step]:
 +def act(policy, players, training=False) -> list[Step]:
 @@
 +        played = action
 +        if training and action is None:
-+            played = player.random_action(random)
++            played = player.random_action(random.Random(f"{player.seed} {len(player.actions)}"))
 -        reward, done = player.step(action)
 +        reward, done = player.step(played)
 @@
@@ -45,7 +45,7 @@ Deviation 12: for a response that does not parse a random action is played, whic
 +        for player, step in zip(players, act(policy, players, training=True), strict=True):
              steps.append(step)
 ## time-out-ignored
-Deviation 13: a step that times out has the advantage 0; nothing is learned from its penalty.
+Deviation 13: a step that times out has the advantage 0 (before the normalisation); its penalty is not seen.
 @@
 +        self.timed_out = bool(truncated and not terminated)
          return float(reward), bool(terminated or truncated)
@@ -71,7 +71,7 @@ Deviation 13: a step that times out has the advantage 0; nothing is learned from
 +        rewards, values, last_values, dones, args.gamma, args.gae_lambda, timed_out
 +    )  # (T, N)
 ## time-out-bootstrapped
-Deviation 13: a time-out is no end: the value of the state that follows is counted.
+Deviation 13: gamma times the value of the state after a time-out is added to the last reward.
 @@
 +        self.timed_out = bool(truncated and not terminated)
          return float(reward), bool(terminated or truncated)
@@ -109,19 +109,19 @@ Deviation 4: the value is clipped around that of the rollout, as in PPO's first 
 +        micro.values = values.flatten()[micro.rows]
 @@
 -                v_loss = value_loss(values, micro.returns)  # Eq. 4
-+                clipped = micro.values + (values - micro.values).clamp(-args.clip_coef, args.clip_coef)
-+                errors = torch.max((values - micro.returns) ** 2, (clipped - micro.returns) ** 2)
++                near = micro.values + (values - micro.values).clamp(-args.clip_coef, args.clip_coef)
++                errors = torch.max((values - micro.returns) ** 2, (near - micro.returns) ** 2)
 +                v_loss = 0.5 * errors.mean()
 ## not-normalised
-Eq. 3: the advantages keep the size that the rewards give them.
+Eq. 3: the advantages are neither centred nor divided by their standard deviation.
 @@
 -    normalised = (advantages.flatten() - mean) / (std + 1e-8)  # (B,)
 +    normalised = advantages.flatten()  # (B,)
 ## drawn-anew
-Deviation 18: the second epoch has other minibatches, in which the rounding is another.
+Deviation 18: the second epoch has new minibatches of the same steps.
 @@
 +def drawn_anew(minibatches, args):
-+    """The steps of the minibatches in other ones."""
++    """The same steps in new minibatches."""
 +    steps, scores = {}, {}
 +    for micro in itertools.chain(*minibatches):
 +        lengths = micro.mask.sum(1).tolist()
@@ -153,7 +153,7 @@ Deviation 15: the norm of all gradients together is clipped.
 -            norms.append([norm_lora.item(), norm_value.item()])
 +            norms.append([norm.item(), norm.item()])
 ## fp16-head
-Deviation 8: the value head is in fp16.
+Deviation 8: the value head is in fp16, and so are Adam's moments of it.
 @@
 -        self.value_head = nn.Sequential(*layers, nn.Linear(size, 1))
 +        self.value_head = nn.Sequential(*layers, nn.Linear(size, 1)).half()
@@ -215,7 +215,10 @@ def main(argv=None):
     vldac = load(detail)
 
     def train(args, folder):
-        Path(folder, "vldac.py").write_text(source_without(detail), encoding="utf-8")
+        path, source = Path(folder, "vldac.py"), source_without(detail)
+        if path.exists() and path.read_text(encoding="utf-8") != source:
+            raise vldac.envs.UserError(f"vldac.py is not that of {path} any more")
+        path.write_text(source, encoding="utf-8")
         vldac.train(args, folder)
 
     vldac.main(options, vldac.Args, train)
