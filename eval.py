@@ -609,50 +609,43 @@ def table(folders) -> str:
 
 
 def paired(baseline, folders):
-    """Runs by method, each method's by seed; and the differences of their means from the baseline's."""
-    curves = [load_curve(Path(folder)) for folder in folders]
-    groups = {}
-    for group in groups_of(curves):
-        groups[group[0].label] = sorted(group, key=lambda curve: curve.seed)
-    if len({(curve.world, curve.budget) for curve in curves}) > 1:
-        raise UserError("methods are compared in one world, with one budget")
-    if baseline not in groups:
-        raise UserError(f"no run is called {baseline}; there are: {', '.join(groups)}")
-    base = groups[baseline]
-    differences = {}
-    for label, group in groups.items():
-        if [curve.seed for curve in group] != [curve.seed for curve in base]:
-            raise UserError(f"the seeds of {label} are not those of {baseline}")
+    """Runs by (world, method), each by seed, and the differences of their means from the baseline's."""
+    groups, differences = {}, {}
+    for group in groups_of([load_curve(Path(folder)) for folder in folders]):
+        groups[group[0].world, group[0].label] = sorted(group, key=lambda curve: curve.seed)
+    for (world, label), group in groups.items():
+        base = groups.get((world, baseline), [])
+        if [(curve.seed, curve.budget) for curve in group] != [(curve.seed, curve.budget) for curve in base]:
+            raise UserError(f"the seeds or budgets of {label} in {world} are not those of {baseline}")
         pairs = zip(group, base, strict=True)
-        differences[label] = [curve.mean() - other.mean() for curve, other in pairs]
+        differences[world, label] = [curve.mean() - other.mean() for curve, other in pairs]
     return groups, differences
 
 
 def methods(baseline, folders) -> str:
     """A row for every method: its means over seeds, and its paired differences from the baseline, tested."""
     groups, differences = paired(baseline, folders)
-    others = [label for label in groups if label != baseline]
-    ps = [sign_flip(differences[label]) for label in others]
-    tests = dict(zip(others, zip(ps, holm(ps), strict=True), strict=True))
-
+    worlds = dict.fromkeys(world for world, _ in groups)
     lines = []
-    for label in [baseline, *others]:
-        group = groups[label]
-        test = [None] * 4
-        if label in tests:
-            low, high = interval_of_mean(differences[label])
-            p, corrected = tests[label]
-            test = [f"{np.mean(differences[label]):+.3f}", f"{low:+.3f} to {high:+.3f}"]
-            test += [f"{p:.3f}", f"{corrected:.3f}"]
-        ended = sum(curve.ended is not None for curve in group)
-        seeds = f"{len(group)}, {ended} ended early" if ended else str(len(group))
-        line = [label, seeds, rounded(np.mean([curve.mean() for curve in group]), 3), *test]
-        for name, digits in (("after", 3), ("parsed", 3), ("agreement", 2)):
-            values = [getattr(curve, name) for curve in group]
-            line.append(None if None in values else rounded(np.mean(values), digits))
-        lines.append(line)
-    names = ["method", "seeds", "mean", f"minus {baseline}", "95 % interval", "p", "p (Holm)"]
-    return lines_of_table([*names, "after", "parsed", "true thoughts"], lines)
+    for world in worlds:
+        others = [label for w, label in groups if w == world and label != baseline]
+        ps = [sign_flip(differences[world, label]) for label in others]
+        tests = [[None] * 4]  # the baseline's
+        for label, p, corrected in zip(others, ps, holm(ps), strict=True):
+            low, high = interval_of_mean(differences[world, label])
+            mean = np.mean(differences[world, label])
+            tests.append([f"{mean:+.3f}", f"{low:+.3f} to {high:+.3f}", f"{p:.3f}", f"{corrected:.3f}"])
+        for label, test in zip([baseline, *others], tests, strict=True):
+            group = groups[world, label]
+            ended = sum(curve.ended is not None for curve in group)
+            seeds = f"{len(group)}, {ended} ended early" if ended else str(len(group))
+            line = [world, label, seeds, rounded(np.mean([curve.mean() for curve in group]), 3), *test]
+            for name, digits in (("before", 2), ("after", 3), ("parsed", 3), ("agreement", 2)):
+                values = [getattr(curve, name) for curve in group]
+                line.append(None if None in values else rounded(np.mean(values), digits))
+            lines.append(line)
+    names = ["world", "method", "seeds", "mean", f"minus {baseline}", "95 % interval", "p", "p (Holm)"]
+    return lines_of_table([*names, "before", "after", "parsed", "true thoughts"], lines)
 
 
 def groups_of(curves) -> list[list[Curve]]:

@@ -3278,13 +3278,22 @@ def test_methods_are_tested_pair_by_pair(tmp_path, capsys):
     folders = folders[::2] + folders[1::2][::-1]  # in no order
     evaluation.main(["methods", "VL-DAC", *folders])
     names, _, *lines = capsys.readouterr().out.splitlines()
-    assert "| minus VL-DAC | 95 % interval | p | p (Holm) | after | parsed | true thoughts |" in names
+    assert (
+        "| minus VL-DAC | 95 % interval | p | p (Holm) | before | after | parsed | true thoughts |" in names
+    )
     # The sums of +-.3 and five +-.1 that are at least .4 from 0: 2 * (1 + 5 + 10) of 64.
     assert lines == [
-        "| VL-DAC | 6 | 0.367 | - | - | - | - | 0.250 | 0.875 | 0.50 |",
-        "| same | 6, 1 ended early | 0.433 | +0.067 | -0.100 to +0.300 | 0.500 | 0.500 | - | 0.854 | - |",
-        "| other | 6 | 0.717 | +0.350 | +0.100 to +0.600 | 0.031 | 0.062 | 0.250 | 0.875 | 0.50 |",
+        "| NumberLine | VL-DAC | 6 | 0.367 | - | - | - | - | 0.37 | 0.250 | 0.875 | 0.50 |",
+        "| NumberLine | same | 6, 1 ended early | 0.433 | +0.067 | -0.100 to +0.300 | 0.500 | 0.500 "
+        "| 0.43 | - | 0.854 | - |",
+        "| NumberLine | other | 6 | 0.717 | +0.350 | +0.100 to +0.600 | 0.031 | 0.062 "
+        "| 0.72 | 0.250 | 0.875 | 0.50 |",
     ]
+    write_log(tmp_path / "OneRoom-VL-DAC-0", "OneRoom", "success_rate", [0.5] * 3, before=0.5)
+    evaluation.main(["methods", "VL-DAC", str(tmp_path / "OneRoom-VL-DAC-0"), *folders])  # another world
+    *_, one, two, three, four = capsys.readouterr().out.splitlines()
+    assert one == "| OneRoom | VL-DAC | 1 | 0.500 | - | - | - | - | 0.50 | 0.900 | 0.750 | 0.50 |"
+    assert [two, three, four] == lines
 
 
 def test_the_figure_of_a_comparison(tmp_path):
@@ -3316,9 +3325,8 @@ WRONG_EVALUATIONS = {
     "plot empty": "empty is not the folder of a run",
     "table empty": "empty is not the folder of a run",
     "page empty": "empty is not the folder of a run",
-    "methods tiny NumberLine-tiny-0 lake-Lake-v0-tiny-1": "methods are compared in one world",
-    "methods VL-DAC NumberLine-tiny-0": "no run is called VL-DAC; there are: tiny",
-    "methods other NumberLine-other-0 NumberLine-tiny-1": "the seeds of tiny are not those of other",
+    "methods VL-DAC NumberLine-tiny-0": "the seeds or budgets of tiny in NumberLine are not those of VL-DAC",
+    "methods other NumberLine-other-0 NumberLine-tiny-1": "of tiny in NumberLine are not those of other",
     "methods tiny": "python eval.py run runs/NAME",
     "plot": "python eval.py run runs/NAME",
     "": "python eval.py run runs/NAME",  # the usage

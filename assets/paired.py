@@ -18,11 +18,14 @@ def draw(baseline, folders, out):
     from matplotlib.figure import Figure
 
     groups, differences = evaluation.paired(baseline, folders)
-    others = [label for label in groups if label != baseline]
+    world, *more = {world for world, _ in groups}
+    if more:
+        raise vldac.envs.UserError("a figure is of one world")
+    others = [label for _, label in groups if label != baseline]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     curves, pairs = figure.subplots(1, 2, width_ratios=[1.2, 1])
     for number, label in enumerate([baseline, *others]):
-        group, color = groups[label], f"C{number}"
+        group, color = groups[world, label], f"C{number}"
         budget = group[0].budget
         steps = np.linspace(0, budget, 400)
         rates = np.array([np.interp(steps, *curve.whole()) for curve in group])  # (seeds, steps)
@@ -31,13 +34,13 @@ def draw(baseline, folders, out):
         curves.plot(steps, rates.mean(0), color=color, linewidth=2, label=label)
         if label == baseline:
             continue
-        d = differences[label]
+        d = differences[world, label]
         y = len(others) - number
         low, high = evaluation.interval_of_mean(d)
         pairs.plot([low, high], [y, y], color=color, linewidth=6, alpha=0.25, solid_capstyle="butt")
         pairs.plot(d, np.full(len(d), y), "o", color=color, markersize=4, alpha=0.8)
         pairs.plot(np.mean(d), y, "|", color="black", markersize=18)
-    world, seeds = groups[baseline][0].world, len(groups[baseline])
+    seeds = len(groups[world, baseline])
     curves.set(
         title=f"{world}, mean of {seeds} seeds (thin: each)", xlabel="environment steps", ylim=(-0.02, 1.02)
     )
