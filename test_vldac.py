@@ -3400,6 +3400,22 @@ def test_the_readme_names_every_option_and_deviation():
     assert {option.name for option in dataclasses.fields(Args)} - named == of_a_run
 
 
+@pytest.mark.parametrize("family, name", [
+    ("qwen2_vl", "Qwen2-VL"), ("qwen2_5_vl", "Qwen2.5-VL"), ("qwen3_vl", "Qwen3-VL"),
+])  # fmt: skip
+def test_the_readme_s_tokens_of_a_frame(family, name, model_folder):
+    policy = VLMPolicy(options(model_folder(family)))
+    counts = []
+    for height, width in ((60, 80), (448, 448)):
+        frame = np.zeros((height, width, 3), np.uint8)
+        prompt = policy.encode(
+            build_prompt([{"image": frame, "text": ""}], ACTIONS, "find it", 0, 9), [frame]
+        )
+        counts.append((prompt["input_ids"] == policy.vlm.config.image_token_id).sum().item())
+    [row] = re.findall(rf"^\| {name} \| (\d+) \| (\d+) \|", README, re.M)
+    assert [str(count) for count in counts] == [*row]
+
+
 WORLDS_OF_THE_README = ("OneRoom", "Hallway", "NumberLine", "EZPoints")
 
 
