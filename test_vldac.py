@@ -3294,6 +3294,10 @@ def test_methods_are_tested_pair_by_pair(tmp_path, capsys):
     *_, one, two, three, four = capsys.readouterr().out.splitlines()
     assert one == "| OneRoom | VL-DAC | 1 | 0.500 | - | - | - | - | 0.50 | 0.900 | 0.750 | 0.50 |"
     assert [two, three, four] == lines
+    evaluation.main(["methods", "VL-DAC", str(tmp_path / "OneRoom-VL-DAC-0")])  # nothing to test
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| OneRoom | VL-DAC | 1 | 0.500 | 0.50 | 0.900 | 0.750 | 0.50 |"
+    ]
 
 
 def test_the_figure_of_a_comparison(tmp_path):
