@@ -623,24 +623,38 @@ def paired(baseline, folders):
 
 
 def methods(baseline, folders) -> str:
-    """A row for every method: its means over seeds, and its paired differences from the baseline, tested."""
+    """A row for every method: its means over seeds, and its paired differences from the baseline.
+
+    With six seeds or more these are tested; with fewer, which cannot give p < 0.05, each of them is shown.
+    """
     groups, differences = paired(baseline, folders)
     worlds = dict.fromkeys(world for world, _ in groups)
-    columns = [f"minus {baseline}", "95 % interval", "p", "p (Holm)"] if len(groups) > len(worlds) else []
+    few = min(map(len, groups.values())) < 6
+    columns = [f"minus {baseline}"] + (["seed by seed"] if few else ["95 % interval", "p", "p (Holm)"])
+    if len(groups) == len(worlds):
+        columns = []
     lines = []
     for world in worlds:
         others = [label for w, label in groups if w == world and label != baseline]
         ps = [sign_flip(differences[world, label]) for label in others]
-        tests = [[None] * len(columns)]  # the baseline's
+        cells = {baseline: [None] * len(columns)}
         for label, p, corrected in zip(others, ps, holm(ps), strict=True):
-            low, high = interval_of_mean(differences[world, label])
-            mean = np.mean(differences[world, label])
-            tests.append([f"{mean:+.3f}", f"{low:+.3f} to {high:+.3f}", f"{p:.3f}", f"{corrected:.3f}"])
-        for label, test in zip([baseline, *others], tests, strict=True):
+            pairs = differences[world, label]
+            low, high = interval_of_mean(pairs)
+            test = [f"{low:+.3f} to {high:+.3f}", f"{p:.3f}", f"{corrected:.3f}"]
+            each = [" ".join(f"{difference:+.2f}" for difference in pairs)]
+            cells[label] = [f"{np.mean(pairs):+.3f}", *(each if few else test)]
+        for label in [baseline, *others]:
             group = groups[world, label]
             ended = sum(curve.ended is not None for curve in group)
             seeds = f"{len(group)}, {ended} ended early" if ended else str(len(group))
-            line = [world, label, seeds, rounded(np.mean([curve.mean() for curve in group]), 3), *test]
+            line = [
+                world,
+                label,
+                seeds,
+                rounded(np.mean([curve.mean() for curve in group]), 3),
+                *cells[label],
+            ]
             for name, digits in (("before", 2), ("after", 3), ("parsed", 3), ("agreement", 2)):
                 values = [getattr(curve, name) for curve in group]
                 line.append(None if None in values else rounded(np.mean(values), digits))
