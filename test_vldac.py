@@ -2871,11 +2871,12 @@ def test_the_script_of_all_runs_says_what_failed(tmp_path):
 A_PYTHON = """#!/bin/bash
 if [ "$1" = - ]; then exec REAL "$@"; fi  # what the script itself computes
 echo "$*" >> calls
-case "$1 $2" in
-  "eval.py run") mkdir "$3/eval" && echo '{}' > "$3/eval/result.json" && exit ;;
+words="$*"
+case "$words" in
+  "eval.py run"*) mkdir "$3/eval" && echo '{}' > "$3/eval/result.json" && exit ;;
   eval.py*) touch "$6" && exit ;;
-  *--resume) folder=$3 ;;
-  *) folder=runs/compare/$5 ;;
+  *--resume*) folder=${words##*--resume } ;;
+  *) folder=${words##*--run_name } && folder=runs/compare/${folder%% *} ;;
 esac
 mkdir -p $folder
 touch $folder/args.json
@@ -2885,7 +2886,7 @@ if [ -e "ends/${folder##*/}" ]; then cat "ends/${folder##*/}"; exit 1; fi
 
 
 def test_the_script_of_all_runs_goes_on_and_takes_nan_as_a_result(tmp_path):
-    """One run was stopped, and three end in NaN, each in another place; what is finished is not run again."""
+    """Two runs were stopped, and three end in NaN, each elsewhere; what is finished is not run again."""
     parameter = torch.zeros(2, requires_grad=True)
     parameter.grad = torch.tensor([1.0, math.nan])
     ends = {
@@ -2898,9 +2899,9 @@ def test_the_script_of_all_runs_goes_on_and_takes_nan_as_a_result(tmp_path):
         with pytest.raises((RuntimeError, ValueError)) as error:
             end()
         (tmp_path / "ends" / f"OneRoom-{name}-20").write_text(f"{error.typename}: {error.value}\n")
-    stopped = tmp_path / "runs" / "compare" / "OneRoom-VL-DAC-21"
-    stopped.mkdir(parents=True)
-    (stopped / "args.json").touch()
+    for name in ("OneRoom-VL-DAC-21", "OneRoom-greedy-20"):  # stopped
+        (tmp_path / "runs" / "compare" / name).mkdir(parents=True)
+        (tmp_path / "runs" / "compare" / name / "args.json").touch()
     torn = tmp_path / "runs" / "compare" / "OneRoom-VL-DAC-22"  # it has no args.json
     (torn / "base").mkdir(parents=True)
 
@@ -2909,20 +2910,27 @@ def test_the_script_of_all_runs_goes_on_and_takes_nan_as_a_result(tmp_path):
     for name in ends:
         assert f"OneRoom-{name}-20 was ended by NaN or infinity" in done.stdout
     calls = (tmp_path / "calls").read_text().splitlines()
-    resumed = [call for call in calls if "--resume" in call]
-    assert resumed == ["vldac.py --resume runs/compare/OneRoom-VL-DAC-21"]
-    of_a_seed = {call.partition(" --env ")[2] for call in calls if call.endswith("-29") or "seed 29" in call}
+    resumed = {call for call in calls if "--resume" in call}
+    assert resumed == {
+        "vldac.py --resume runs/compare/OneRoom-VL-DAC-21",
+        "assets/undo.py greedy --resume runs/compare/OneRoom-greedy-20",
+    }
+    of_a_seed = {call.partition(" --env ")[2] for call in calls if "-29 " in call}
     assert of_a_seed == {
         "OneRoom --seed 29",  # VL-DAC, and LOOP
         "OneRoom --seed 29 --thought_coef 0.5",
         "OneRoom --seed 29 --kl_ref old",
         "OneRoom --seed 29 --kl_coef 0",
-        "",  # evaluations
     }
     for options in ("VL-DAC-no-KL-29 --env OneRoom --seed 29 --kl_coef 0", "LOOP-29 --env OneRoom --seed 29"):
         assert any(call.endswith(f"--run_name OneRoom-{options}") for call in calls)
     logs = list((tmp_path / "assets" / "logs").iterdir())
-    assert len(logs) == 5 * 10 + 5 * 5 and len(calls) == 2 * len(logs) + 2 * 6
+    assert len(logs) == 5 * 10 + 5 * 5 + 3 * 3 + 3 * 5 + 5 * 5 + 5 * 2 + 15 * 5
+    assert len(calls) == 2 * len(logs) + 2 * 6
+    undone = {re.search(r"undo\.py (\S+) --", call)[1] for call in calls if "undo.py" in call}
+    assert undone == set(undo.UNDONE)
+    options = "--words 48 --max_new_tokens 88 --seed 24 --ratio response --thought_coef 0.2 --learning_rate"
+    assert any("-48-words-RL4VLM-0.2-24" in call and options in call for call in calls)
     for log in logs:
         assert {path.name for path in log.iterdir()} == {"args.json", "eval", "log.jsonl"}
         assert (log / "log.jsonl").read_text() == '{"global_step": 512, "losses/entropy": 0.12346}\n'

@@ -12,6 +12,17 @@
 #   `python eval.py methods VL-DAC assets/logs/OneRoom-*-2?` computes all of this.
 # * The paper's worlds and NumberLine, five seeds, the default options. Every seed is shown; there is no test.
 # * A run that NaN or infinity ends is a result and is not repeated: its last rate counts until the budget.
+#
+# The second part, written before the first of its runs. OneRoom, seeds 20 to 24, paired with VL-DAC's runs of the
+# first part; five seeds, so all differences are shown and nothing is tested.
+# * Why per token? Thoughts of n more words (filler.py), n = 0 and 48, and 24 with seeds 20 and 21. VL-DAC with its
+#   own rate; the same with a sum over the tokens, which weighs the policy loss against the KL term as RL4VLM does;
+#   RL4VLM with lambda 1, 0.5 and 0.2. For n > 0 RL4VLM's rate is the one of its default, a third and three times
+#   that has the largest mean success on seeds 10 to 12 with 48 words and lambda 0.5. Figures: mean success, success
+#   in the 200 episodes at the end, how far the ratios of tokens and of responses are from 1.
+# * What is a detail worth? Each undone alone (undo.py, or an option). It matters here if its five differences of
+#   mean success have one sign and a mean of at least 0.05. Where training plays in another way than an evaluation
+#   (greedy, random-action), success in the 200 episodes at the end stands for mean success.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
@@ -28,9 +39,13 @@ failed() { # NAME FILE: say why
 }
 export -f last_line failed
 
-run() { # NAME PROGRAM OPTIONS...: into runs/compare/NAME, and what the tables need into assets/logs/NAME
-  local name=$1 program=$2
+run() { # NAME PROGRAM [DETAIL] OPTIONS...: into runs/compare/NAME, and what the tables need into assets/logs/NAME
+  local name=$1 program=("$2")
   shift 2
+  if [[ $1 != --* ]]; then # of undo.py
+    program+=("$1")
+    shift
+  fi
   local folder=runs/compare/$name log=assets/logs/$name
   if [ -e "$log/log.jsonl" ]; then return; fi
   echo "$(date +%H:%M) $name"
@@ -40,7 +55,7 @@ run() { # NAME PROGRAM OPTIONS...: into runs/compare/NAME, and what the tables n
   else
     rm -rf "$folder" # it was stopped before it was complete
   fi
-  if ! python "$program" "${options[@]}" >> "$folder.txt" 2>&1; then
+  if ! python "${program[@]}" "${options[@]}" >> "$folder.txt" 2>&1; then
     # The messages of torch and json when a gradient, a distribution or a figure of the log is not finite.
     local not_finite="is non-finite, so it cannot be clipped|probability tensor contains|not JSON compliant"
     if ! last_line "$folder.txt" | grep -qE "$not_finite"; then failed "$name" "$folder.txt"; fi
@@ -91,6 +106,56 @@ worlds() {
   done
 }
 
+rl4vlm_rate=1e-3 # for n > 0; the default, until the runs of `tuning` are there
+
+tuning() {
+  for seed in {10..12}; do
+    for rate in 3.3e-4 1e-3 3e-3; do
+      echo "OneRoom-48-words-RL4VLM-0.5-rate-$rate-$seed $(long 48) --seed $seed --ratio response --learning_rate $rate"
+    done
+  done
+}
+
+long() { # N: the program and the options of thoughts of N more words
+  echo "assets/filler.py --env OneRoom --words $1 --max_new_tokens $((40 + $1))"
+}
+
+thoughts() {
+  for seed in {20..24}; do
+    echo "OneRoom-token-sum-$seed assets/filler.py --env OneRoom --seed $seed --ratio token_sum"
+    for lambda in 1.0 0.2; do
+      echo "OneRoom-RL4VLM-$lambda-$seed assets/rl4vlm.py --env OneRoom --seed $seed --thought_coef $lambda"
+    done
+  done
+  for n in 48 24; do
+    for seed in {20..24}; do
+      if [ $n = 24 ] && [ "$seed" -gt 21 ]; then continue; fi
+      echo "OneRoom-$n-words-VL-DAC-$seed $(long $n) --seed $seed"
+      echo "OneRoom-$n-words-token-sum-$seed $(long $n) --seed $seed --ratio token_sum"
+      for lambda in 1.0 0.5 0.2; do
+        local options="--ratio response --thought_coef $lambda --learning_rate $rl4vlm_rate"
+        echo "OneRoom-$n-words-RL4VLM-$lambda-$seed $(long $n) --seed $seed $options"
+      done
+    done
+  done
+}
+
+details() {
+  local detail
+  for detail in greedy start-together random-action time-out-ignored time-out-bootstrapped first-token \
+    value-clipping not-normalised; do
+    for seed in {20..24}; do echo "OneRoom-$detail-$seed assets/undo.py $detail --env OneRoom --seed $seed"; done
+  done
+  for seed in {20..24}; do
+    echo "OneRoom-no-warm-up-$seed vldac.py --env OneRoom --seed $seed --value_warmup 0"
+    echo "OneRoom-no-stop-gradient-$seed vldac.py --env OneRoom --seed $seed --stop_grad false"
+    echo "OneRoom-constant-rate-$seed vldac.py --env OneRoom --seed $seed --final_learning_rate 1e-3"
+  done
+  for detail in drawn-anew one-norm fp16-head bf16-logprobs; do
+    for seed in {20..24}; do echo "OneRoom-$detail-$seed assets/undo.py $detail --env OneRoom --seed $seed"; done
+  done
+}
+
 plays() { # a line each: WORLD PLAYER
   for world in OneRoom EZPoints Hallway FourRooms WallGap NumberLine; do
     for player in random hint; do echo "$world $player"; done
@@ -103,4 +168,7 @@ status=0
 methods | two_at_a_time run || status=1
 worlds | two_at_a_time run || status=1
 plays | two_at_a_time play || status=1
+tuning | two_at_a_time run || status=1
+thoughts | two_at_a_time run || status=1
+details | two_at_a_time run || status=1
 exit $status
