@@ -58,6 +58,7 @@ sys.path.append(str(ROOT / "assets"))
 programs = map(importlib.import_module, ["filler", "film", "loop", "paired", "rl4vlm", "toy", "undo"])
 filler, film, loop, paired, rl4vlm, toy, undo = programs
 torch.set_num_threads(1)  # the models here are too small to share
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # as in vldac.py
 
 
 @pytest.mark.parametrize(
