@@ -625,7 +625,8 @@ def paired(baseline, folders):
 def methods(baseline, folders) -> str:
     """A row for every method: its means over seeds, and its paired differences from the baseline.
 
-    With six seeds or more these are tested; with fewer, which cannot give p < 0.05, each of them is shown.
+    In brackets, the worst and the best seed. With six seeds or more the differences are tested; with fewer,
+    which cannot give p < 0.05, each of them is shown.
     """
     groups, differences = paired(baseline, folders)
     worlds = dict.fromkeys(world for world, _ in groups)
@@ -657,7 +658,10 @@ def methods(baseline, folders) -> str:
             ]
             for name, digits in (("before", 2), ("after", 3), ("parsed", 3), ("agreement", 2)):
                 values = [getattr(curve, name) for curve in group]
-                line.append(None if None in values else rounded(np.mean(values), digits))
+                cell = None if None in values else rounded(np.mean(values), digits)
+                if cell and name == "after":
+                    cell += f" ({rounded(min(values), digits)}-{rounded(max(values), digits)})"
+                line.append(cell)
             lines.append(line)
     names = ["world", "method", "seeds", "mean", *columns, "before", "after", "parsed", "true thoughts"]
     return lines_of_table(names, lines)
