@@ -120,22 +120,23 @@ long() { # N: the program and the options of thoughts of N more words
   echo "assets/filler.py --env OneRoom --words $1 --max_new_tokens $((40 + $1))"
 }
 
-thoughts() {
+short_thoughts() {
   for seed in {20..24}; do
     echo "OneRoom-token-sum-$seed assets/filler.py --env OneRoom --seed $seed --ratio token_sum"
     for lambda in 1.0 0.2; do
       echo "OneRoom-RL4VLM-$lambda-$seed assets/rl4vlm.py --env OneRoom --seed $seed --thought_coef $lambda"
     done
   done
-  for n in 48 24; do
-    for seed in {20..24}; do
-      if [ $n = 24 ] && [ "$seed" -gt 21 ]; then continue; fi
-      echo "OneRoom-$n-words-VL-DAC-$seed $(long $n) --seed $seed"
-      echo "OneRoom-$n-words-token-sum-$seed $(long $n) --seed $seed --ratio token_sum"
-      for lambda in 1.0 0.5 0.2; do
-        local options="--ratio response --thought_coef $lambda --learning_rate $rl4vlm_rate"
-        echo "OneRoom-$n-words-RL4VLM-$lambda-$seed $(long $n) --seed $seed $options"
-      done
+}
+
+long_thoughts() { # N SEEDS...
+  local n=$1 seed lambda
+  for seed in "${@:2}"; do
+    echo "OneRoom-$n-words-VL-DAC-$seed $(long "$n") --seed $seed"
+    echo "OneRoom-$n-words-token-sum-$seed $(long "$n") --seed $seed --ratio token_sum"
+    for lambda in 1.0 0.5 0.2; do
+      local options="--ratio response --thought_coef $lambda --learning_rate $rl4vlm_rate"
+      echo "OneRoom-$n-words-RL4VLM-$lambda-$seed $(long "$n") --seed $seed $options"
     done
   done
 }
@@ -151,6 +152,10 @@ details() {
     echo "OneRoom-no-stop-gradient-$seed vldac.py --env OneRoom --seed $seed --stop_grad false"
     echo "OneRoom-constant-rate-$seed vldac.py --env OneRoom --seed $seed --final_learning_rate 1e-3"
   done
+}
+
+last_details() {
+  local detail
   for detail in drawn-anew one-norm fp16-head bf16-logprobs; do
     for seed in {20..24}; do echo "OneRoom-$detail-$seed assets/undo.py $detail --env OneRoom --seed $seed"; done
   done
@@ -169,6 +174,9 @@ methods | two_at_a_time run || status=1
 worlds | two_at_a_time run || status=1
 plays | two_at_a_time play || status=1
 tuning | two_at_a_time run || status=1
-thoughts | two_at_a_time run || status=1
+short_thoughts | two_at_a_time run || status=1
+long_thoughts 48 {20..24} | two_at_a_time run || status=1
 details | two_at_a_time run || status=1
+long_thoughts 24 20 21 | two_at_a_time run || status=1
+last_details | two_at_a_time run || status=1
 exit $status
