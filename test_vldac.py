@@ -1064,7 +1064,7 @@ def test_an_undone_detail_is_a_diff_of_lines_that_are_there(detail, monkeypatch,
     """Once each, and above them stands what the toy's lesson depends on: it starts from the same toy."""
     undo.main([detail])
     what, *lines = capsys.readouterr().out.splitlines()
-    assert what.startswith(("Deviation ", "Eq. ")) and lines[0] == "@@"
+    assert what.startswith(("Deviation ", "Eq. ", "The control: ")) and lines[0] == "@@"
     monkeypatch.setitem(sys.modules, "vldac", vldac)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -1100,6 +1100,18 @@ def test_a_run_without_a_detail(run, model, tmp_path, monkeypatch, capsys):
     main(["--resume", str(folder)])
     assert without_times(rows_of(folder)) == without_times(rows)
     assert len(evaluated(tmp_path / "result.json", "run", folder, "--episodes", 2)["episodes"]) == 2
+
+
+def test_the_control_draws_other_random_numbers_and_nothing_else(run, monkeypatch):
+    """The start is the same; the first rollout's tokens are others."""
+    monkeypatch.setitem(sys.modules, "vldac", vldac)
+    starts, entropies = [], []
+    for program, name in ((undo.main, "control"), (vldac.main, "plain")):
+        main = program if name == "plain" else lambda words: undo.main(["other-noise", *words])
+        _, rows = run(CORRIDOR, "--total_timesteps", 16, "--eval_episodes", 2, name=name, main=main)
+        starts.append({key: x for key, x in rows[0].items() if key.startswith("eval/")})
+        entropies.append(rows[1]["losses/entropy"])
+    assert starts[0] == starts[1] and entropies[0] != entropies[1]
 
 
 def test_undone_training_takes_the_likeliest_token(model, monkeypatch):
@@ -1229,9 +1241,9 @@ def test_undone_one_norm_is_clipped(model, monkeypatch):
     assert norm == pytest.approx(0.01, rel=1e-3)
 
 
-def test_undone_the_value_head_is_in_fp16(model, monkeypatch):
+def test_undone_the_value_head_computes_in_fp16(model, monkeypatch):
     rollout = Rollout("fp16-head", model, monkeypatch)
-    assert {p.dtype for p in rollout.policy.value_head.parameters()} == {torch.float16}
+    assert {p.dtype for p in rollout.policy.value_head.parameters()} == {torch.float32}
     prompts = [step.prompt for step in rollout.steps]
     nothing = rollout.policy.no_response(len(prompts))
     _, values = rollout.policy(prompts, nothing, nothing)
@@ -2926,12 +2938,12 @@ def test_the_script_of_all_runs_goes_on_and_takes_nan_as_a_result(tmp_path):
     for options in ("VL-DAC-no-KL-29 --env OneRoom --seed 29 --kl_coef 0", "LOOP-29 --env OneRoom --seed 29"):
         assert any(call.endswith(f"--run_name OneRoom-{options}") for call in calls)
     logs = list((tmp_path / "assets" / "logs").iterdir())
-    assert len(logs) == 5 * 10 + 5 * 5 + 3 * 3 + 3 * 5 + 5 * 5 + 5 * 2 + 15 * 5
+    assert len(logs) == 5 * 10 + 5 * 5 + 4 * 3 + 3 * 5 + 2 * 2 + 16 * 5
     assert len(calls) == 2 * len(logs) + 2 * 6
     undone = {re.search(r"undo\.py (\S+) --", call)[1] for call in calls if "undo.py" in call}
-    assert undone == set(undo.UNDONE)
-    options = "--words 48 --max_new_tokens 88 --seed 24 --ratio response --thought_coef 0.2 --learning_rate"
-    assert any("-48-words-RL4VLM-0.2-24" in call and options in call for call in calls)
+    assert undone == set(undo.UNDONE) - {"one-norm"}
+    options = "--words 48 --max_new_tokens 88 --seed 12 --ratio response --learning_rate 3e-3"
+    assert any("-48-words-RL4VLM-0.5-rate-3e-3-12" in call and options in call for call in calls)
     for log in logs:
         assert {path.name for path in log.iterdir()} == {"args.json", "eval", "log.jsonl"}
         assert (log / "log.jsonl").read_text() == '{"global_step": 512, "losses/entropy": 0.12346}\n'
@@ -3251,6 +3263,14 @@ def test_a_table_has_the_200_episodes_where_they_were_played(logs, capsys):
     (folder / "NumberLine-run-sampled-200.json").write_text(result)
     evaluation.main(["table", logs[0]])
     assert "| 0.125 | 1.00 | 0.350 | 40 | 0.500 | 0.25 |" in capsys.readouterr().out
+
+
+def test_a_table_leaves_out_the_truth_of_thoughts_with_more_words(tmp_path, capsys):
+    write_log(tmp_path / "NumberLine-tiny-0", "NumberLine", "success_rate", [0.2, 0.6, 1.0])
+    args = json.loads((tmp_path / "NumberLine-tiny-0" / "args.json").read_text())
+    (tmp_path / "NumberLine-tiny-0" / "args.json").write_text(json.dumps(args | {"words": 48}))
+    evaluation.main(["table", str(tmp_path / "NumberLine-tiny-0")])
+    assert "| 0.875 | - |" in capsys.readouterr().out
 
 
 def test_a_mean_counts_the_budget(tmp_path):

@@ -14,7 +14,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-DETAILS = '''## greedy
+DETAILS = '''## other-noise
+The control: nothing is undone, but training draws other random numbers; so far apart are two equal runs.
+@@
+-            set_seed(training_seed(args.seed, RANK, u))  # a resumed run goes on as if it had never stopped
++            set_seed(training_seed(args.seed, RANK, u, 1))
+## greedy
 Deviation 9: training takes the likeliest token, as the released code does.
 @@
      steps, episodes = [], []
@@ -153,13 +158,11 @@ Deviation 15: the norm of all gradients together is clipped.
 -            norms.append([norm_lora.item(), norm_value.item()])
 +            norms.append([norm.item(), norm.item()])
 ## fp16-head
-Deviation 8: the value head is in fp16, and so are Adam's moments of it.
-@@
--        self.value_head = nn.Sequential(*layers, nn.Linear(size, 1))
-+        self.value_head = nn.Sequential(*layers, nn.Linear(size, 1)).half()
+Deviation 8: the value head computes in fp16; its weights and Adam's moments stay in fp32.
 @@
 -        values = self.value_head(state)[:, 0]  # in fp32, outside autocast
-+        values = self.value_head(state.half())[:, 0].float()
++        halves = {name: weight.half() for name, weight in self.value_head.named_parameters()}
++        values = torch.func.functional_call(self.value_head, halves, state.half())[:, 0].float()
 ## bf16-logprobs
 Deviation 10: log-probabilities are rounded to bfloat16.
 @@
