@@ -3438,6 +3438,50 @@ def test_the_readme_names_every_option_and_deviation():
     assert {option.name for option in dataclasses.fields(Args)} <= named | of_a_run
 
 
+def anchors(page):
+    """Of the headings of a page, as GitHub makes them."""
+    titles = re.findall(r"^##+ (.*)", page, re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("folder, page", [(ROOT, README), (ROOT / "assets", PAGE)], ids=["top", "assets"])
+def test_the_pages_links_lead_somewhere(folder, page):
+    targets = re.findall(r"\]\(([^)]+)\)", page) + re.findall(r'src="([^"]+)"', page)
+    for target in targets:
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = folder / path
+        assert linked.exists(), target
+        if anchor and (not path or path.endswith(".md")):
+            there = linked.read_text("utf-8") if path else page
+            assert anchor in anchors(there), target
+
+
+def test_the_readme_s_sizes_are_those_of_the_files():
+    """To ten lines; the tests' to a hundred."""
+    sizes = re.findall(r"^\| \[`(\w+\.py)`\]\(\1\) \| ([\d,]+) \|", README, re.M)
+    assert [name for name, _ in sizes] == ["vldac.py", "envs.py", "eval.py", "test_vldac.py"]
+    for name, size in sizes:
+        lines = len((ROOT / name).read_text("utf-8").splitlines())
+        assert abs(lines - int(size.replace(",", ""))) <= (100 if name.startswith("test") else 10), name
+    algorithm, _, _ = (ROOT / "vldac.py").read_text("utf-8").partition("-- evaluation\n")
+    [size] = re.findall(r"in its first (\d+) lines", README)
+    assert abs(len(algorithm.splitlines()) - int(size)) <= 10
+
+
+def test_the_readme_s_commands_are_there():
+    """Each program, each command of eval.py, and each option."""
+    commands = re.findall(r"python (\S+\.py) ([^`#\n]+)", README)
+    assert {program for program, _ in commands} == {"vldac.py", "eval.py", "assets/film.py"}
+    options = {option.name for option in dataclasses.fields(Args)} | {"help"}
+    for program, words in commands:
+        if program == "eval.py":
+            assert f"python eval.py {words.split()[0]} " in evaluation.__doc__
+        else:
+            assert (ROOT / program).exists() and options.issuperset(re.findall(r"--(\w+)", words))
+
+
 @pytest.mark.parametrize("family, name", [
     ("qwen2_vl", "Qwen2-VL"), ("qwen2_5_vl", "Qwen2.5-VL"), ("qwen3_vl", "Qwen3-VL"),
 ])  # fmt: skip
