@@ -118,6 +118,8 @@ def holm(ps) -> list[float]:
 
     >>> holm([0.01, 0.04, 0.03])  # 3 * 0.01, then 2 * 0.03, and not 1 * 0.04
     [0.03, 0.06, 0.06]
+    >>> holm([0.7, 0.8])
+    [1.0, 1.0]
     """
     corrected, largest = [0.0] * len(ps), 0.0
     for rank, k in enumerate(np.argsort(ps)):
