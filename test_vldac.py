@@ -2327,13 +2327,26 @@ def test_the_toy_s_thoughts_end_in_random_words(env, tmp_path, monkeypatch):
         filler.toy_folder(dataclasses.replace(args, words=6))
 
 
+def test_how_far_ratios_are_from_1_in_the_mean(tmp_path, capsys):
+    """By hand: without the warm-up, the means are those of 0.2 and 0.4, then with the other seed's 0.5."""
+    for seed, figures in enumerate([(9.0, 0.2, 0.4), (9.0, 0.5, 0.5)]):
+        folder = tmp_path / f"OneRoom-x-{seed}"
+        write_log(folder, [0.1, 0.2], before=0.1, value_warmup=1)
+        rows = []
+        for update, (row, figure) in enumerate(zip(rows_of(folder)[1:], figures, strict=True), 1):
+            rows.append(row | {"update": update} | {f"losses/{name}": figure for name in filler.FIGURES})
+        (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    filler.main(["ratios", *map(str, sorted(tmp_path.iterdir()))])
+    assert capsys.readouterr().out.splitlines()[-1] == "| OneRoom | x | 2 |" + " 0.400 |" * 4
+
+
 @pytest.mark.parametrize("ratio", filler.SURROGATES)
 def test_a_run_with_longer_thoughts_logs_how_far_ratios_scatter(ratio, run, monkeypatch, capsys):
     """Nothing else changes: per token it is VL-DAC's training, per response RL4VLM's."""
     for name in ("update", "runpy"):
         monkeypatch.setattr(vldac, name, getattr(vldac, name))  # and back at the end
     plain = {"token": vldac.main, "response": rl4vlm.main}
-    options = ["--value_warmup", 0, "--learning_rate", 0.01]
+    options = ["--learning_rate", 0.01, "--value_warmup", 0]
     folder, rows = run(CORRIDOR, *options, "--ratio", ratio, name="filler", main=filler.main)
     for row in rows[1:]:
         token, response = (row.pop(f"losses/logratio_rms_{of}") for of in ("token", "response"))

@@ -7,8 +7,11 @@
 takes the options of vldac.py and rl4vlm.py too. The words are drawn anew for every response that is taught;
 nothing else of the lesson changes, nor of the training. A toy is kept in runs/toys for other runs.
 
-The log also has how far the ratios are from 1, per token and per response (see scatter). thought_agreement
-means nothing here, as a true thought ends before the words.
+The log also has how far the ratios are from 1, per token and per response (see scatter);
+
+    python assets/filler.py ratios runs/A runs/B       these figures, a row for every method
+
+thought_agreement means nothing here, as a true thought ends before the words.
 """
 
 import hashlib
@@ -31,6 +34,7 @@ import rl4vlm  # noqa: E402
 import toy  # noqa: E402
 
 import envs  # noqa: E402
+import eval as evaluation  # noqa: E402
 import vldac  # noqa: E402
 
 WORDS = "amber basil cedar delta ember fjord grove heron".split()
@@ -167,10 +171,40 @@ def train(args, folder):
     vldac.train(args, folder, **SURROGATES[args.ratio])
 
 
+FIGURES = {
+    "logratio_rms_token": "tokens: rms of log ratio",
+    "clipfrac": "clipped",
+    "logratio_rms_response": "responses: rms of log ratio",
+    "clipfrac_response": "clipped",
+}
+
+
+def ratios(folders) -> str:
+    """A row for every method: means over its seeds and over the updates that train the policy."""
+    found = {}
+    for folder in map(Path, folders):
+        rows, args = evaluation.load_log(folder)
+        curve = evaluation.load_curve(folder)
+        of_run = []
+        for name in FIGURES:
+            values = [row[f"losses/{name}"] for row in rows if row["update"] > args["value_warmup"]]
+            of_run.append(np.mean(values))
+        found.setdefault((curve.world, curve.label), []).append(of_run)
+    lines = []
+    for (world, label), of_runs in found.items():
+        means = [evaluation.rounded(x, 3) for x in np.mean(of_runs, axis=0)]
+        lines.append([world, label, str(len(of_runs)), *means])
+    return evaluation.lines_of_table(["world", "method", "seeds", *FIGURES.values()], lines)
+
+
 def main(argv=None):
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["ratios"]:
+        print(ratios(words[1:]))
+        return
     # What vldac.py runs to get the toy of a run.
     vldac.runpy = types.SimpleNamespace(run_path=lambda script: {"cached_folder": toy_folder})
-    vldac.main(argv, Args, train)
+    vldac.main(words, Args, train)
 
 
 if __name__ == "__main__":
