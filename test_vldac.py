@@ -3266,6 +3266,15 @@ def test_the_readme_s_program_acts(tmp_path, model, monkeypatch, capsys):
     assert "->" in capsys.readouterr().out.splitlines()[-1]
 
 
+def test_the_readme_s_policy_loss_can_be_copied():
+    """With step_mean and torch alone, and called as there."""
+    [call] = re.findall(r"^loss = policy_loss\(.*", README, re.M)
+    pasted = {"torch": torch, "logprobs": torch.zeros(1, 2), "mask": torch.ones(1, 2)}
+    pasted |= {"newlogprobs": torch.full((1, 2), math.log(1.5)), "advantages": torch.tensor([2.0])}
+    exec(inspect.getsource(vldac.step_mean) + inspect.getsource(policy_loss) + call, pasted)
+    assert pasted["loss"].item() == pytest.approx(-2.2)  # clipped at 1.1
+
+
 def test_the_readme_names_every_option_and_deviation():
     """Functions it names exist; its deviations link to their lines in vldac.py, by number."""
     lines = (ROOT / "vldac.py").read_text().splitlines()
