@@ -838,6 +838,8 @@ PARSED = [
     (answer("a"), "a"),  # case decides only where it must
     (answer("b"), None),  # two would do, none is exact
     (answer("search[red shoes]"), "search[red shoes]"),
+    (answer(" Search[Red shoes]"), "search[Red shoes]"),
+    (answer("Search[...]"), None),
     *((answer(f"search[{words}]"), None) for words in ("", "...", "x" * 101, "a]b", "a\x00b", "a\nb")),
 ]
 

@@ -11,13 +11,14 @@ once per environment step, and the value head's gradient stops at the backbone.
     L_policy  PPO's clip on every token; all tokens of step t share the advantage A_t,
               normalised over the rollout                                                            (Eq. 3)
     L_value   1/2 (V(s_t) - G_t)^2, where V(s_t) = MLP(stopgrad(h_t)), h_t is the last layer's hidden state at
-              the last prompt token, A_t is GAE over environment steps, and G_t = A_t + V(s_t)       (Eq. 4)
+              the last prompt token, and G_t = V(s_t) + A_t, with A_t by GAE before it is normalised (Eq. 4)
     L_KL      divergence from the sampling policy (Eq. 5) or, the default, from the model before training
     In the first `value_warmup` updates only the value head learns. There is no entropy bonus.
 
-Letters: N environments, T steps per rollout, B environment steps (of a rollout or of a part of it), P prompt
-length, R response length (both padded), H hidden size. Tensors (T, N) and (B,) are per environment step,
-(B, R) per token. "Deviation n" says where the code differs from the paper or its released code, and why.
+Letters: N environments of a process, T steps per rollout, B environment steps (of a rollout or of a part of
+it), P prompt length, R response length (both padded), H hidden size. Tensors (T, N) and (B,) are per
+environment step, (B, R) per token. "Deviation n" says where the code differs from the paper or its released
+code, and why.
 Where to begin: `train`. Without a GPU the model is a toy, a tiny VLM that assets/toy.py first teaches to see
 and to speak by imitation, so that one can watch the algorithm on a laptop.
 
@@ -96,7 +97,7 @@ class Args:
     max_new_tokens: int = 256
     # update
     minibatch_size: int = 128  # environment steps per optimizer step, of all processes
-    micro_batch_size: int = 8  # environment steps per forward pass; lower it to save memory
+    micro_batch_size: int = 8  # environment steps per trained or scored forward pass; lower it to save memory
     update_epochs: int = 2
     value_warmup: int = 2  # updates that train only the value head
     learning_rate: float = 5e-5
@@ -111,12 +112,12 @@ class Args:
     stop_grad: bool = True  # false: the value loss trains LoRA too
     # model
     lora_rank: int = 16
-    lora_alpha: int = 32
+    lora_alpha: int = 32  # PEFT's scale, not the alpha of Eq. 6
     value_hidden: list[int] = field(default_factory=lambda: [3072, 2048])  # layers of the value head
     gradient_checkpointing: bool = False  # slower, for most of the activation memory
     # the run
-    eval_episodes: int = 0  # episodes on fixed seeds before the first and after the last update; 0: none
-    eval_every: int = 0  # updates between further such evaluations; the best adapter is kept in best/
+    eval_episodes: int = 0  # on fixed seeds, before and after training; 0: none; the best adapter is in best/
+    eval_every: int = 0  # updates between further such evaluations
     env_timeout: float = 600.0  # seconds a step or reset of an environment may take before the run is ended
     run_name: str | None = None
     runs_dir: str = "runs"
@@ -124,11 +125,12 @@ class Args:
     track: bool = False  # send the numbers to Weights & Biases too
 
 
-# What worlds change in Args, and what the toy does. The world wins over the toy, the command line over both.
-CARDS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0, "total_timesteps": 51_200}  # not TOY's number
+# What worlds change in Args, and what the toy does. The world wins over the toy (but for
+# gradient_checkpointing), and the command line over both.
+CARDS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0, "total_timesteps": 51_200}  # to win over TOY's
 LONG_PROMPTS = {"num_images": 1, "gradient_checkpointing": True}
 WORLDS = {
-    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # not TOY's number
+    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),
     "NumberLine": CARDS | {"total_timesteps": 12_288},
     **dict.fromkeys(["EZPoints", "Points24", "Blackjack"], CARDS),
     **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPTS),
@@ -139,7 +141,7 @@ TOY = {
     "max_image_tokens": 16,
     "max_new_tokens": 40,
     "micro_batch_size": 64,
-    "value_warmup": 4,  # 4 x 32 steps: the critic has seen MiniWorld's time-outs before the policy moves
+    "value_warmup": 4,  # 4 x 32 steps, MiniWorld's limit: the critic has seen all of an episode
     "learning_rate": 1e-3,
     "final_learning_rate": 2e-5,
     "value_hidden": [256, 256],
@@ -185,7 +187,7 @@ def build_prompt(observations, actions, task, taken, left) -> list[dict]:
 
 ACTION_KEY = re.compile(r'"action"[ \t\r\n]*:[ \t\r\n]*')
 NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}(?![0-9.eE+-])")
-SEARCH = re.compile(r"search\[(?=.*\w)[^\[\]]{1,100}\]")
+SEARCH = re.compile(r"search(\[(?=.*\w)[^\[\]]{1,100}\])", re.IGNORECASE)  # with a letter or a digit
 
 
 def parse_action(text: str, actions) -> str | None:
@@ -209,13 +211,14 @@ def parse_action(text: str, actions) -> str | None:
         value = number.group()  # compared as text: the action 10 is neither 10.0 nor 1e1
     elif text.startswith('"', start):
         try:
-            value, _ = json.JSONDecoder(strict=False).raw_decode(text, start)  # with line breaks
+            value, _ = json.JSONDecoder(strict=False).raw_decode(text, start)  # line breaks may be raw
         except ValueError:
             return None
     else:
         return None
-    if "search[...]" in actions and value.startswith("search["):
-        return value if SEARCH.fullmatch(value) and value.isprintable() else None
+    if "search[...]" in actions and value.strip().casefold().startswith("search["):
+        search = SEARCH.fullmatch(value.strip())
+        return "search" + search[1] if search and search[1].isprintable() else None
     if value in actions:
         return value
     same = [action for action in actions if action.strip().casefold() == value.strip().casefold()]
@@ -311,7 +314,7 @@ def kl_base(newlogprobs, baselogprobs, mask):
     newlogprobs, baselogprobs, mask  (B, R). On tokens sampled from `new`, its value estimates
     D_KL(new || base) and its gradient is that of D_KL(base || new): it pulls up what the base would say.
     The base is the model without its adapter, also in a run that started from a trained adapter.
-    Source: Schulman's estimator k3, as in the released code.
+    Source: Schulman's estimator k3.
 
     >>> kl_base(torch.zeros(1, 1), torch.full((1, 1), math.log(2.0)), torch.ones(1, 1))  # 2 - log 2 - 1
     tensor(0.3069)
@@ -362,7 +365,7 @@ def load_processor(path, max_image_tokens):
 class VLMPolicy(nn.Module):
     """A VLM with LoRA on its language model, and a value head on the last prompt token's hidden state.
 
-    `sample` and `forward` have the same inputs, masks, temperature and banned tokens.
+    `forward` scores the distribution that `sample` draws from: the same temperature, the same banned tokens.
     """
 
     def __init__(self, args: Args):
@@ -400,7 +403,7 @@ class VLMPolicy(nn.Module):
         bf16 = args.dtype == "bfloat16"
         self.autocast = torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=bf16)
 
-        # A turn ends at the checkpoint's stop ids or the tokenizer's: Gemma 3's is only among the first.
+        # Stop ids are the checkpoint's and the tokenizer's: Gemma 3's end of a turn is only among the former.
         stop_ids = self.vlm.generation_config.eos_token_id
         stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
         stop_ids = {*stop_ids, self.tokenizer.eos_token_id} - {None}
@@ -467,7 +470,7 @@ class VLMPolicy(nn.Module):
 
     @torch.no_grad()
     def sample(self, prompts) -> list[torch.Tensor]:
-        """The tokens (R,) of B responses, of a length each, up to and including the first stop id."""
+        """The tokens (R,) of B responses, each up to its first stop id or to max_new_tokens."""
         self.eval()  # in train mode with gradient checkpointing, generate() returns garbage
         nothing = self.no_response(len(prompts))
         inputs = self.inputs(prompts, nothing, nothing)
@@ -496,9 +499,9 @@ class VLMPolicy(nn.Module):
             hidden = hidden[:, -R - 1 :]  # (B, 1 + R, H): the last prompt token, then the response
             lm_head = self.vlm.get_output_embeddings()
             logits = lm_head(hidden[:, :-1])  # (B, R, vocabulary), each from the token before
-        # Deviation 10: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16, in
-        # steps of a third of the clip range. The head stays in bfloat16: in fp32 it was tried, and the ratios
-        # were hardly more exact, as the hidden states are rounded as coarsely.
+        # Deviation 10: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16, at
+        # a probability of 1 % in steps of a third of the clip range. The head stays in bfloat16: in fp32 it
+        # was tried, and the ratios were hardly more exact, as the hidden states are rounded as coarsely.
         logits = logits.float() / self.args.temperature
         logits[..., self.banned_ids] = -torch.inf
         logprobs = logits.log_softmax(2).gather(2, tokens[..., None])[..., 0]  # (B, R)
@@ -524,12 +527,13 @@ class Player:
         self.args, self.index = args, index
         self.seed, self.actions = None, []  # of the episode: none yet
         self.episode = 0  # training episodes that have begun
-        self.first_full = 1  # the first of them that the policy plays from its start
+        self.first_full = 1  # those before this number began with random actions and are not logged
         limits = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
         with self.traced():
             self.env = envs.make_env(args.env, split=args.split, **limits)
 
     def traced(self):
+        """A time limit, and how to reproduce an error."""
         return envs.traced(self.args.env_timeout, self.seed, self.actions)
 
     def reset(self, seed):
@@ -581,14 +585,14 @@ class Player:
         return float(reward), bool(terminated or truncated)
 
     def result(self) -> dict:
-        """What is kept of an episode that has ended; a world without a success flag has a return only."""
+        """What is kept of an episode that has ended; without a flag, success is a positive return."""
         flagged = "success" in self.info
         success = bool(self.info["success"]) if flagged else self.total > 0
         episode = {"seed": self.seed, "success": success, "flagged": flagged}
         return episode | {"return": self.total, "length": len(self.actions)}
 
     def describe(self, method) -> str | None:
-        """The world's "caption" or "hint", if it has such a method; no agent is shown either."""
+        """The world's "caption" or "hint", if it has such a method; the policy sees neither."""
         return self.env.get_wrapper_attr(method)() if self.env.has_wrapper_attr(method) else None
 
 
@@ -622,7 +626,7 @@ def collect(policy, players, args: Args):
     """T steps of N players, and a new episode wherever one ends.
 
     Returns the B = T * N steps, of which step t of player n is number t * N + n; the N prompts that follow;
-    and the results of the episodes that have ended.
+    and the results of the episodes that have ended and began at their start.
     """
     steps, episodes = [], []
     for _ in range(args.num_steps):
@@ -647,7 +651,7 @@ class MicroBatch:
     prompts: list[dict]  # B
     tokens: torch.Tensor  # (B, R)
     mask: torch.Tensor  # (B, R)
-    weights: torch.Tensor  # (B, R) of the tokens in the policy loss: the mask, unless an algorithm has others
+    weights: torch.Tensor  # (B, R) the mask of the policy loss; another algorithm's may be fractions
     # compute_advantages adds:
     logprobs: torch.Tensor | None = None  # (B, R) under the policy that sampled
     baselogprobs: torch.Tensor | None = None  # (B, R) under the model before training
@@ -686,18 +690,18 @@ def score(policy, minibatches):
 
     Returns the values (B,) of all steps, and for the log the policy's KL to the base and its entropy.
     """
-    # A forward pass like the one that is trained, as generate() rounds in other ways. So the first minibatch
-    # has ratio 1; how far it is from 1 is logged as ratio_first.
+    # A forward pass like the one that is trained, as generate() rounds in other ways. So all ratios of the
+    # first minibatch are 1; their largest distance from 1 is logged as ratio_first.
     policy.eval()
     micro_batches = list(itertools.chain(*minibatches))
-    num_steps = sum(len(micro.rows) for micro in micro_batches)
-    values = torch.zeros(num_steps, device=policy.args.device)
+    B = sum(len(micro.rows) for micro in micro_batches)
+    values = torch.zeros(B, device=policy.args.device)
     kl = entropy = 0.0
     for micro in micro_batches:
         micro.logprobs, values[micro.rows] = policy(micro.prompts, micro.tokens, micro.mask)
         with policy.peft_model.disable_adapter():
             micro.baselogprobs, _ = policy(micro.prompts, micro.tokens, micro.mask)
-        fraction = len(micro.rows) / num_steps
+        fraction = len(micro.rows) / B
         kl += fraction * kl_base(micro.logprobs, micro.baselogprobs, micro.mask).item()
         entropy -= fraction * step_mean(micro.logprobs, micro.mask).item()  # estimated by the sampled tokens
     return values, {"kl_base": kl, "entropy": entropy}
@@ -752,7 +756,7 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False, surroga
     """`update_epochs` passes over a rollout (Eq. 6). Returns means of the losses and diagnostics.
 
     value_only  train the value head alone (warm-up)
-    surrogate   the policy loss: Eq. 3, or in a comparison another function of the same arguments
+    surrogate   the policy loss: Eq. 3, or another algorithm's, with the same arguments
     """
     policy.train()  # for gradient checkpointing
     lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
@@ -764,7 +768,7 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False, surroga
             minibatches = random.sample(minibatches, len(minibatches))  # the same ones in a new order
         for number, minibatch in enumerate(minibatches):
             optimizer.zero_grad()
-            minibatch_size = sum(len(micro.rows) for micro in minibatch)
+            B = sum(len(micro.rows) for micro in minibatch)
             for micro in minibatch:
                 mask, logprobs = micro.mask, micro.logprobs
                 newlogprobs, values = policy(micro.prompts, micro.tokens, mask)
@@ -776,7 +780,7 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False, surroga
                     loss = args.vf_coef * v_loss
                 else:
                     loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss  # Eq. 6
-                (loss * len(micro.rows) / minibatch_size).backward()
+                (loss * len(micro.rows) / B).backward()
 
                 with torch.no_grad():
                     logratio = newlogprobs - logprobs
@@ -816,14 +820,14 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False, surroga
 # ------------------------------------------------------------------------------------------- the training
 
 
-def cosine(update, num_updates, start, end) -> float:
+def cosine(u, num_updates, start, end) -> float:
     """The learning rate of an update in [0, num_updates): from start down to end, once.
 
     >>> [round(cosine(u, 3, 1.0, 0.0), 3) for u in range(3)]
     [1.0, 0.5, 0.0]
     """
     # Deviation 17: one cosine over the planned updates; the released one has a fixed period and rises again.
-    progress = update / max(1, num_updates - 1)
+    progress = u / max(1, num_updates - 1)
     return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
 
 
@@ -837,8 +841,8 @@ def make_optimizer(policy, args: Args):
 def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
     """A whole training. Writes log.jsonl, checkpoint.pt, best/ and adapter/ into the run's folder.
 
-    surrogate, token_weights  of an algorithm to compare with (assets/rl4vlm.py): its policy loss, and a
-                              function (policy, micro-batch) that gives the weights (B, R) of the tokens
+    surrogate, token_weights  for another algorithm (assets/rl4vlm.py): its policy loss, and a function of
+                              (policy, micro-batch) that gives the weights (B, R) which this loss takes
     """
     N = args.num_envs // WORLD_SIZE  # players of this process
     players = [Player(args, RANK * N + n) for n in range(N)]
@@ -859,7 +863,7 @@ def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
         for player in players:
             player.random_start()
 
-    # Update 0 trains nothing: it evaluates and saves the start.
+    # Update 0 trains nothing: it saves the start, and evaluates it if asked.
     updates = range(first, num_updates + 1)
     for u in tqdm(updates, initial=first, total=num_updates + 1, disable=True if RANK else None):
         row = {"update": u, "global_step": u * rollout_steps}
@@ -875,20 +879,20 @@ def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
             steps, last_prompts, episodes = collect(policy, players, args)
             times.append(time.perf_counter())
             minibatches = make_minibatches(steps, args)
-            losses = compute_advantages(policy, steps, last_prompts, minibatches, args)
+            stats = compute_advantages(policy, steps, last_prompts, minibatches, args)
             if token_weights:
                 for micro in itertools.chain(*minibatches):
                     micro.weights = token_weights(policy, micro)
             times.append(time.perf_counter())
             value_only = u <= args.value_warmup
-            losses |= update(policy, optimizer, minibatches, args, value_only, surrogate)
+            stats |= update(policy, optimizer, minibatches, args, value_only, surrogate)
             times.append(time.perf_counter())
 
             row["episodes"] = gather(episodes)
             recent = (recent + row["episodes"])[-100:]
-            # Short episodes, often successes, end first: a fair rate needs a full one of every player.
+            # Short episodes, often successes, end first: a fair rate waits for a full one of every player.
             fair = all(gather([player.episode > player.first_full for player in players]))
-            row |= charts(policy, players, steps, losses, times, recent, fair)
+            row |= charts(policy, players, steps, stats, times, recent, fair)
             row["charts/learning_rate"] = rate
 
         due = u in (0, num_updates) or (args.eval_every and u % args.eval_every == 0)
@@ -900,7 +904,7 @@ def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
                 best = success
                 save_adapter(policy, folder / "best")
         write_row(folder, row, args)
-        # Last, so that a run that is killed before it does this update again.
+        # Last: a run that is killed earlier repeats this update.
         save_checkpoint(folder, policy, optimizer, players, update=u, best=best, recent=recent)
     save_adapter(policy, folder / "adapter")
 
