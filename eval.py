@@ -5,7 +5,7 @@
     python eval.py page runs/NAME                      a page to look at: curves, and episodes step by step
     python eval.py model --env OneRoom --model MODEL   any model; with an adapter: --adapter FOLDER
     python eval.py random --env OneRoom                random actions: the floor
-    python eval.py hint --env OneRoom                  the world's hints: a scripted player
+    python eval.py hint --env OneRoom                  the world's hints: a scripted policy
     python eval.py compare A.json B.json               paired difference of two results, exact McNemar test
     python eval.py table runs/A runs/B                 the figures of runs, a row each
     python eval.py methods VL-DAC runs/*               each method against VL-DAC, paired by seed
@@ -665,7 +665,7 @@ def methods(baseline, folders) -> str:
                     cell += f" ({rounded(min(values), digits)}-{rounded(max(values), digits)})"
                 line.append(cell)
             lines.append(line)
-    names = ["world", "method", "seeds", "mean", *columns, "before", "after", "parsed", "true thoughts"]
+    names = ["world", "method", "runs", "mean", *columns, "before", "after", "parsed", "true thoughts"]
     return lines_of_table(names, lines)
 
 
@@ -702,7 +702,7 @@ def plot(paths, out):
         (handles[name],) = axis.plot(steps, rates.mean(0), color=color, label=name)
         axis.plot(steps, rates.T, color=color, alpha=0.4, linewidth=0.8)
     for path, result in results.items():
-        name = {"random": "random actions", "hint": "scripted player"}.get(result["player"], Path(path).stem)
+        name = {"random": "random actions", "hint": "scripted policy"}.get(result["player"], Path(path).stem)
         color = colors.setdefault(name, f"C{len(colors)}")
         _, rate = rate_of(result)
         axis = axes[result["task"]["env"]]

@@ -194,7 +194,7 @@ def ratios(folders) -> str:
     for (world, label), of_runs in found.items():
         means = [evaluation.rounded(x, 3) for x in np.mean(of_runs, axis=0)]
         lines.append([world, label, str(len(of_runs)), *means])
-    return evaluation.lines_of_table(["world", "method", "seeds", *FIGURES.values()], lines)
+    return evaluation.lines_of_table(["world", "method", "runs", *FIGURES.values()], lines)
 
 
 def main(argv=None):
