@@ -479,7 +479,7 @@ class Blackjack(CardGame):
         return f"the dealer shows {self.dealer[0][0]} and the player has {self.score(self.player)}{ace}"
 
     def hint(self):
-        """The basic strategy for hitting and standing."""
+        """The basic strategy for hitting and standing, but that soft 18 always stands."""
         total = self.score(self.player)
         shown = self.dealer[0][0]
         ace_is_11 = total != sum(card[0] for card in self.player)
@@ -785,10 +785,12 @@ class TextActions(gym.Wrapper):
         numbers = range(int(space.start), int(space.start + space.n))
         names = [str(number) for number in numbers]
         actions = getattr(env.unwrapped, "actions", None)
-        if hasattr(env.unwrapped, "get_action_meanings"):
-            names = env.unwrapped.get_action_meanings()
-        elif isinstance(actions, enum.EnumType):
+        if env.has_wrapper_attr("get_action_meanings"):
+            names = env.get_wrapper_attr("get_action_meanings")()
+        elif isinstance(actions, enum.EnumType) and space == env.unwrapped.action_space:
             names = [actions(number).name for number in numbers]
+        if not len(numbers) == len(names) == len(set(names)):
+            raise UserError(f"{len(numbers)} actions need as many different names, not {names}")
         self.number_of = dict(zip(names, numbers, strict=True))
         env.reset(seed=0)
         self.observation_space = Dict(image=Box(0, 255, self._frame().shape, np.uint8), text=AnyText())
@@ -854,10 +856,11 @@ class Checked(gym.Wrapper):
             raise UserError('reset must say what to achieve in info["task"], a str')
         # Minigrid's name for its limit is max_steps; some of its worlds set it in reset.
         own = getattr(self.env.unwrapped, "max_steps", None)
+        own = int(own) if isinstance(own, (int, np.integer)) and own > 0 else None
         limits = [self.max_episode_steps, self.env.spec.max_episode_steps, own]
         self.limit = min([limit for limit in limits if limit], default=128)
         self.taken = 0
-        return observation, self._checked(observation, info)
+        return self._checked(observation, info)
 
     def step(self, action):
         observation, reward, terminated, truncated, info = self.env.step(action)
@@ -868,11 +871,13 @@ class Checked(gym.Wrapper):
             raise UserError(f"step must pay a finite number, not {reward}")
         if action == "" and self.invalid_reward is not None and not ended:
             reward = self.invalid_reward
-        return observation, reward, terminated, truncated, self._checked(observation, info, ended)
+        observation, info = self._checked(observation, info, ended)
+        return observation, reward, terminated, truncated, info
 
     def _checked(self, observation, info, ended=False):
-        """The info, with what is left of the time limit."""
-        if observation not in self.observation_space:
+        """A copy of the frame, which the world may draw over, and the info with what is left of the limit."""
+        fits = observation in self.observation_space
+        if not fits or getattr(observation["image"], "dtype", None) != np.uint8:
             given = observation.get("image") if isinstance(observation, dict) else observation
             wanted = f'"image" in {self.observation_space["image"]} and "text", a str'
             raise UserError(
@@ -883,7 +888,8 @@ class Checked(gym.Wrapper):
         if not ended and not (listed and actions):
             raise UserError(f'info["actions"] must be a list of the actions now, each a str, not {actions}')
         left = self.limit - self.taken
-        return info | {"left": min(left, info.get("left", left))}
+        observation = observation | {"image": observation["image"].copy()}
+        return observation, info | {"left": int(min(left, info.get("left", left)))}
 
 
 # ------------------------------------------------------------------------------------------------- by name
@@ -970,10 +976,11 @@ def traced(timeout, seed=None, actions=()):
 
 
 def first_step(env, timeout, seed, action=None):
-    """What an episode shows and pays in its first step, that of the first admissible action or of another."""
+    """What an episode shows and pays in its first step, that of an admissible action or of another."""
     with traced(timeout, seed, []):
         first, info = env.reset(seed=seed)
-    action = info["actions"][0] if action is None else action
+    if action is None:
+        action = random_action(info["actions"], info["task"], random.Random(seed))
     with traced(timeout, seed, [action]):
         second, reward, *_ = env.step(action)
     texts = info["task"], first["text"], second["text"]

@@ -518,6 +518,7 @@ class Curve:
     before: float | None  # success on the fixed seeds
     after: float | None
     parsed: float  # of the responses at the end
+    options: dict  # but for those in which the runs of a group may differ
     agreement: float | None  # true thoughts at the end
 
     def whole(self):
@@ -529,13 +530,17 @@ class Curve:
         start = self.rates[0] if self.before is None else self.before
         end = np.interp(self.budget, self.steps, self.rates)  # LOOP's last episodes may end beyond the budget
         inside = self.steps < self.budget
-        steps = [0, self.steps[0], *self.steps[inside], self.budget]
+        steps = [0, min(self.steps[0], self.budget), *self.steps[inside], self.budget]
         return steps, [start, start, *self.rates[inside], end]
 
     def mean(self) -> float:
         """Success in the mean over the budget: the area under `whole`, divided by the budget."""
         steps, rates = self.whole()
         return np.trapezoid(rates, steps).item() / self.budget
+
+
+# What runs of one name may differ in, besides their seed.
+MAY_DIFFER = "seed run_name runs_dir commit device env_timeout track micro_batch_size eval_every".split()
 
 
 def load_curve(folder) -> Curve:
@@ -557,9 +562,12 @@ def load_curve(folder) -> Curve:
         if f"eval/{name}" in row:
             evaluations.append({key.removeprefix("eval/"): x for key, x in row.items()})
     end = evaluations[-1] if len(evaluations) > 1 else {}
-    result = folder / "eval" / f"{world}-run-sampled-200.json"
-    if result.exists():
-        end = load_result(result)["summary"]
+    path = folder / "eval" / f"{world}-run-sampled-200.json"
+    if path.exists():
+        result = load_result(path)
+        of_the_end = f"checkpoint.pt, update {last['update']}"
+        if result.get("weights") == of_the_end and result["task"].get("split") == "eval":
+            end = result["summary"]
     a_rollout = args["num_envs"] * args["num_steps"]  # what is left at the end may be less
     return Curve(
         world=args["env"],
@@ -572,6 +580,7 @@ def load_curve(folder) -> Curve:
         before=evaluations[0][name] if evaluations else None,
         after=end.get(name),
         parsed=1 - end.get("invalid_action_rate", last["charts/invalid_action_rate"]),
+        options={name: x for name, x in args.items() if name not in MAY_DIFFER},
         agreement=None if args.get("words") else end.get("thought_agreement"),  # filler.py's are longer
     )
 
@@ -674,6 +683,12 @@ def groups_of(curves) -> list[list[Curve]]:
     groups = {}
     for curve in curves:
         groups.setdefault((curve.world, curve.label), []).append(curve)
+    for (world, label), group in groups.items():
+        first = group[0].options
+        for curve in group:
+            different = [name for name, x in curve.options.items() if x != first.get(name)]
+            if different:
+                raise UserError(f"runs of {label} in {world} differ in {', '.join(different)}")
     return list(groups.values())
 
 

@@ -1343,6 +1343,78 @@ def test_an_environment_with_discrete_actions():
     assert idle[-1][0] == idle[0][0]
 
 
+class Swapped(gym.ActionWrapper):
+    """What one learns is not what the environment below names."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def action(self, action):
+        return 6 - action
+
+    def get_action_meanings(self):
+        return ["rise", "sink"]
+
+
+gym.register("Swapped-v0", lambda render_mode=None: Swapped(NamedStairs(render_mode)))
+
+
+def test_a_wrapper_s_own_names_count():
+    env = envs.make_env("test_vldac:Swapped-v0")
+    _, info = env.reset(seed=0)
+    assert info["actions"] == ["rise", "sink"]
+    assert rewards_of(play(env, 0, lambda info: "rise"))[-1] == 4
+
+
+@registered
+class Canvas(gym.Env):
+    """A world that draws over its frame, tells its flag only when it is solved, and has numpy's strings."""
+
+    observation_space = gym.spaces.Dict(
+        image=gym.spaces.Box(0, 255, (28, 28, 3), np.uint8), text=envs.AnyText()
+    )
+    action_space, max_steps = envs.AnyText(), 4
+    actions = np.array(["search[...]", "wait"])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.image, self.step_number = np.zeros((28, 28, 3), np.uint8), 0
+        return {"image": self.image, "text": ""}, {"task": "a mug", "actions": list(self.actions)}
+
+    def step(self, action):
+        assert action != "search[...]"
+        self.step_number += 1
+        self.image[:] = 10 * self.step_number
+        solved = action.startswith("search") and self.step_number == 2
+        info = {"actions": list(self.actions), "left": np.int64(9)} | ({"success": True} if solved else {})
+        return {"image": self.image, "text": ""}, 1.0, solved, False, info
+
+
+def test_a_world_may_draw_over_its_frame_and_use_numpy():
+    player = vldac.Player(Args(env="test_vldac:Canvas-v0", num_images=3))
+    envs.check_world(player.env, 60)  # which does not play `search[...]` itself
+    player.reset(0)
+    player.step(np.str_("wait"))
+    player.step(None)
+    assert [observation["image"].max() for observation in player.observations] == [0, 10, 20]
+    assert [type(action) for action in player.actions] == [str, str]  # or a checkpoint could not be read
+    assert type(player.info["left"]) is int
+
+
+def test_a_time_out_without_a_flag_is_no_success_where_others_have_one(tmp_path):
+    """Each step pays 1, so each return is positive."""
+    result = evaluated(tmp_path / "r.json", "random", "--env", "test_vldac:Canvas-v0", "--episodes", 40)
+    told = [episode["success"] for episode in result["episodes"]]
+    assert told == [episode["length"] == 2 for episode in result["episodes"]]
+    assert 0 < result["summary"]["success_rate"] == sum(told) / 40 < 1
+
+
+@pytest.mark.parametrize("own, left", [(-1, 128), (math.inf, 128), (1e2, 128), (np.int64(9), 9)])
+def test_only_a_number_of_steps_is_a_limit(own, left, monkeypatch):
+    monkeypatch.setattr(Canvas, "max_steps", own)
+    _, info = envs.make_env("test_vldac:Canvas-v0").reset(seed=0)
+    assert info["left"] == left
+
+
 @pytest.mark.parametrize("given, left", [(2, 2), (9, 6)])
 def test_the_shorter_of_two_limits_counts(given, left):
     env = envs.make_env("test_vldac:Stairs-v0", max_episode_steps=given)
@@ -2655,7 +2727,8 @@ def test_precedence_is_command_line_world_toy_default(model):
     assert args.learning_rate == vldac.TOY["learning_rate"] != Args.learning_rate
     assert args.gae_lambda == 1.0 and args.total_timesteps == 12_288  # the world's
     assert args.clip_coef == Args.clip_coef
-    assert vldac.parse_args(["--env", "vldac/EZPoints-v0", "--device", "cpu"]).gamma == 1.0
+    full_id = vldac.parse_args(["--env", "vldac/EZPoints-v0", "--device", "cpu"])
+    assert full_id.gamma == 1.0 and full_id.env == "EZPoints"  # by which toy.py knows its lesson
     assert vldac.parse_args(["--device", "cpu"]).total_timesteps == 25_600  # the toy's
     for world in ("FourRooms", "WallGap"):  # the paper's number, also for the toy
         assert vldac.parse_args(["--env", world, "--device", "cpu"]).total_timesteps == 51_200
@@ -3093,7 +3166,8 @@ def write_log(folder, rates, before, after=0.9, invalid=0.125, rate="success_rat
     (folder / "args.json").write_text(json.dumps(args | options))
     rows = [{"global_step": 0, f"eval/{rate}": before}]
     for k, x in enumerate([None, *rates], 1):
-        rows.append({"global_step": 10 * k, f"charts/{rate}": x, "charts/invalid_action_rate": 0.25})
+        row = {"update": k, "global_step": 10 * k, f"charts/{rate}": x}
+        rows.append(row | {"charts/invalid_action_rate": 0.25})
     rows[-1][f"eval/{rate}"] = after
     rows[-1]["eval/thought_agreement"] = 0.5
     if invalid is not None:
@@ -3132,22 +3206,33 @@ def test_a_table_has_the_200_episodes_where_they_were_played(logs, capsys):
     folder = Path(logs[0], "eval")
     folder.mkdir()
     summary = {"success_rate": 0.125, "invalid_action_rate": 0.5, "thought_agreement": 0.25}
-    result = json.dumps({"task": {}, "summary": summary, "episodes": []})
-    (folder / "NumberLine-run-greedy-200.json").write_text(result)
-    evaluation.main(["table", logs[0]])
-    assert "| 0.900 | 1.00 | 0.350 | 40 | 0.875 | 0.50 |" in capsys.readouterr().out
-    (folder / "NumberLine-run-sampled-200.json").write_text(result)
-    evaluation.main(["table", logs[0]])
-    assert "| 0.125 | 1.00 | 0.350 | 40 | 0.500 | 0.25 |" in capsys.readouterr().out
+    for mode, split, update, counts in (
+        ("greedy", "eval", 4, False),
+        ("sampled", "eval", 3, False),  # before the end
+        ("sampled", "train", 4, False),
+        ("sampled", "eval", 4, True),
+    ):
+        result = {"task": {"split": split}, "weights": f"checkpoint.pt, update {update}"}
+        result |= {"summary": summary, "episodes": []}
+        (folder / f"NumberLine-run-{mode}-200.json").write_text(json.dumps(result))
+        evaluation.main(["table", logs[0]])
+        expected = (
+            "0.125 | 1.00 | 0.350 | 40 | 0.500 | 0.25"
+            if counts
+            else "0.900 | 1.00 | 0.350 | 40 | 0.875 | 0.50"
+        )
+        assert expected in capsys.readouterr().out
 
 
 def test_a_mean_counts_the_budget(tmp_path):
     """By hand; without an evaluation before training the first rate stands for it."""
     rates = {"label": "x", "seed": 0, "ended": None, "after": None, "parsed": 1.0, "agreement": None}
+    rates |= {"options": {}}
     rates |= {"world": "OneRoom", "steps": np.array([20, 40]), "rates": np.array([0.2, 0.6])}
     for budget, before, area in (
         (40, None, 20 * 0.2 + 20 * 0.4),
         (30, 0.1, 20 * 0.1 + 10 * 0.3),  # LOOP may end beyond the budget
+        (10, 0.1, 10 * 0.1),
     ):
         assert evaluation.Curve(**rates, budget=budget, before=before).mean() == pytest.approx(area / budget)
 
@@ -3226,6 +3311,7 @@ WRONG_EVALUATIONS = {
     "page empty": "empty is not the folder of a run",
     "methods VL-DAC NumberLine-tiny-0": "the seeds or budgets of tiny in NumberLine are not those of VL-DAC",
     "methods other NumberLine-other-0 NumberLine-tiny-1": "of tiny in NumberLine are not those of other",
+    "methods tiny NumberLine-tiny-0 other/NumberLine-tiny-2": "runs of tiny in NumberLine differ in gamma",
     "methods tiny": "python eval.py run runs/NAME",
     "plot": "python eval.py run runs/NAME",  # the usage
 }
@@ -3235,6 +3321,8 @@ WRONG_EVALUATIONS = {
 def test_wrong_evaluations(words, logs, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(logs[0], "NumberLine-other-0")
+    Path("other").mkdir()
+    write_log(Path("other", "NumberLine-tiny-2"), [0.5], before=0.5, gamma=0.5)
     (tmp_path / "empty").mkdir()
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(SystemExit) as stop:

@@ -575,7 +575,7 @@ class Player:
         """Play a parsed action, None if there was none. Returns reward and done."""
         # Deviation 12: a response that does not parse ("" for the world) does nothing and costs its step. The
         # released code plays a random action, and reinforces the response for what that action brought.
-        self.actions.append(action or "")
+        self.actions.append(str(action or ""))  # a world may have numpy's, which no checkpoint can hold
         with self.traced():
             observation, reward, terminated, truncated, self.info = self.env.step(self.actions[-1])
         self.observations.append(observation)
@@ -941,7 +941,14 @@ def evaluate(policy, players, seeds, act=act) -> list[dict]:
                 idle.append(player)
                 bar.update()
     bar.close()
-    return sorted(gather(episodes), key=lambda episode: episode["seed"])
+    return only_flagged(sorted(gather(episodes), key=lambda episode: episode["seed"]))
+
+
+def only_flagged(episodes) -> list[dict]:
+    """Where some episodes have told a success flag, one that has not (at a time-out, say) is no success."""
+    if not any(episode["flagged"] for episode in episodes):
+        return episodes
+    return [episode | {"success": episode["success"] and episode["flagged"]} for episode in episodes]
 
 
 def summary(episodes) -> dict[str, float]:
@@ -969,6 +976,7 @@ def charts(policy, players, steps, losses, times, episodes, fair) -> dict:
     def mean(key):
         return np.mean([episode[key] for episode in episodes]).item() if fair and episodes else None
 
+    episodes = only_flagged(episodes)
     # A world may tell its flag only at the end of an episode.
     flagged = any("success" in player.info for player in players)
     flagged = flagged or any(episode["flagged"] for episode in episodes)
@@ -1143,6 +1151,15 @@ def mistakes(args: Args) -> list[str]:
     return found
 
 
+def name_of_world(env: str) -> str:
+    """Of envs.py also by its full Gymnasium id.
+
+    >>> name_of_world("vldac/OneRoom-v0"), name_of_world("FrozenLake-v1")
+    ('OneRoom', 'FrozenLake-v1')
+    """
+    return env.removeprefix("vldac/").removesuffix("-v0") if env.startswith("vldac/") else env
+
+
 def parse_args(argv=None, options=Args, saved=None) -> Args:
     """The options: the command line's, else those of a `saved` run, else the world's, the toy's, Args'."""
     formatter = argparse.RawDescriptionHelpFormatter
@@ -1164,8 +1181,7 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
     else:
         device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
         model = given.model or ("Qwen/Qwen2-VL-7B-Instruct" if device.startswith("cuda") else "tiny")
-        world = given.env.removeprefix("vldac/").removesuffix("-v0")  # also by its full Gymnasium id
-        changes = WORLDS.get(world, {})
+        changes = WORLDS.get(name_of_world(given.env), {})
         if model == "tiny":
             changes = TOY | changes | {"gradient_checkpointing": False}
         parser.set_defaults(**changes, device=device, model=model)
@@ -1177,6 +1193,7 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
             parser.error(f"--adapter {given.adapter} is not the folder of an adapter: {error}")
         parser.set_defaults(**lora)
     args = options(**vars(parser.parse_args(argv)))
+    args.env = name_of_world(args.env)
     if args.dtype == "auto":
         args.dtype = "bfloat16" if args.device.startswith("cuda") else "float32"
     if given.adapter and lora != {name: getattr(args, name) for name in lora}:
@@ -1216,7 +1233,9 @@ def open_run(args: Args) -> Path:
         if program != args.program:
             raise envs.UserError(f"--resume {args.resume} is a run of {program}")
         return Path(args.resume)
-    name = args.run_name or re.sub(r"[^\w.-]+", "-", f"{args.env}-{Path(args.model).name}-{args.seed}")
+    variant = [] if args.program == "vldac.py" else [Path(args.program).stem]
+    name = "-".join([args.env, Path(args.model).name, *variant, str(args.seed)])
+    name = args.run_name or re.sub(r"[^\w.-]+", "-", name)
     toy = None
     if args.model == "tiny":
         script = Path(__file__).parent / "assets" / "toy.py"

@@ -3,7 +3,7 @@
 What VL-DAC is compared with: K episodes from the same start; an episode's advantage is its return less the
 mean of the others', and all its tokens share it; no critic. KL term and cosine are VL-DAC's, as in its paper.
 
-    python assets/loop.py --env OneRoom    takes vldac.py's options and --group_size; one process
+    python assets/loop.py --env OneRoom    takes vldac.py's options and --group_size; one process, no best/
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ def collect(policy, players, args, update) -> list[list[vldac.Step]]:
 
 
 def make_minibatches(policy, episodes, args):
-    """The steps of the groups whose returns differ, scored, with advantages and weights; perhaps none.
+    """The steps of the groups whose returns differ by 0.01 or so, with advantages and weights; perhaps none.
 
     Returns minibatches like vldac.make_minibatches, and for the log the statistics of vldac.score.
     """
@@ -156,7 +156,8 @@ def train(args, folder):
             row["charts/learning_rate"] = rate
             step += len(steps)
         row["global_step"] = step
-        if args.eval_episodes and (u == 0 or step + unit > args.total_timesteps):
+        due = u == 0 or step + unit > args.total_timesteps or (args.eval_every and u % args.eval_every == 0)
+        if args.eval_episodes and due:
             result = vldac.summary(vldac.evaluate(policy, eval_players, range(args.eval_episodes)))
             row |= {f"eval/{name}": x for name, x in result.items()}
         vldac.write_row(folder, row, args)

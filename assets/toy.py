@@ -13,6 +13,7 @@ no hint.
 
 import dataclasses
 import hashlib
+import importlib
 import inspect
 import json
 import os
@@ -22,6 +23,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -169,7 +171,7 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
     rng = random.Random(args.seed)
     examples = play(args, count, args.seed)
     held_out = play(args, min(512, count), args.seed + 1)
-    if examples[0].caption == FIXED_THOUGHT:
+    if all(example.caption == FIXED_THOUGHT for example in examples):
         steps = min(steps, 100)  # there is little to learn
     prompts = []
     for example in examples[:500]:
@@ -228,8 +230,11 @@ def cached_folder(args) -> Path:
     options = json.dumps({name: getattr(args, name) for name in OPTIONS})
     parts = [options, Path(__file__).read_text(), torch.__version__, transformers.__version__]
     parts += [inspect.getsource(vldac.build_prompt), inspect.getsource(envs)]
-    if ":" in args.env:  # the user's module
-        parts.append(inspect.getsource(sys.modules[args.env.partition(":")[0]]))
+    if ":" in args.env:  # the user's module, and that of the world itself
+        module, _, name = args.env.partition(":")
+        entry = gym.spec(name).entry_point
+        entry = entry.partition(":")[0] if isinstance(entry, str) else entry.__module__
+        parts += [inspect.getsource(importlib.import_module(name)) for name in (module, entry)]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vldac"
     folder = cache / f"{re.sub(r'[^A-Za-z0-9]+', '-', args.env)}-{key}"
