@@ -90,4 +90,6 @@ def main(folder, *words):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        raise SystemExit(__doc__)
     main(*sys.argv[1:])
