@@ -1365,6 +1365,13 @@ def test_a_wrapper_s_own_names_count():
     assert rewards_of(play(env, 0, lambda info: "rise"))[-1] == 4
 
 
+@pytest.mark.parametrize("names", [["rise"], ["rise", "rise"]])
+def test_every_action_needs_a_name_of_its_own(names, monkeypatch):
+    monkeypatch.setattr(Swapped, "get_action_meanings", lambda self: names)
+    with pytest.raises(envs.UserError, match="2 actions need as many different names"):
+        envs.make_env("test_vldac:Swapped-v0")
+
+
 @registered
 class Canvas(gym.Env):
     """A world that draws over its frame, tells its flag only when it is solved, and has numpy's strings."""
@@ -1440,6 +1447,10 @@ class Broken(Corridor):
                 del info["actions"]
             case "wrong shape":
                 observation["image"] = observation["image"][:9]
+            case "list frame":
+                observation["image"] = observation["image"].tolist()
+            case "bool frame":
+                observation["image"] = observation["image"].astype(bool)
             case "no text":
                 observation["text"] = None
             case "old reset":
@@ -1467,6 +1478,8 @@ BROKEN = {
     "no actions": 'actions"] must be a list of the actions now',
     "old reset": "reset must return (observation, info), not dict",
     "wrong shape": "the image given is uint8 (9, 28, 3)",
+    "list frame": "the image given is list",
+    "bool frame": "the image given is bool (28, 28, 3)",
     "no text": 'and "text", a str',
     "raises in reset": "lost its way",
     "raises in step": "lost its way",
@@ -2322,9 +2335,9 @@ def test_loop_takes_the_mean_over_an_episode_s_tokens_and_drops_groups_without_s
 def test_a_run_of_loop(run, monkeypatch):
     """Whole episodes, pairs from the same start, as many as the budget allows."""
     script(monkeypatch, ['{"action": "right"}', '{"action": "right"}', '{"action": "left"}'])
-    options = ["--total_timesteps", 64, "--group_size", 2, "--eval_episodes", 2]
+    options = ["--total_timesteps", 64, "--group_size", 2, "--eval_episodes", 2, "--eval_every", 1]
     folder, (first, *rows) = run(CORRIDOR, *options, main=loop.main)
-    assert "eval/success_rate" in first and "eval/success_rate" in rows[-1]
+    assert all("eval/success_rate" in row for row in (first, *rows))
     of_the_critic = {"losses/explained_variance", "losses/advantage_std"}
     assert any(row.keys() >= set(LOGGED) - of_the_critic for row in rows)
     played = 0
@@ -2833,7 +2846,11 @@ def test_the_toy_is_taught_again_for_what_its_lesson_depends_on_only(tmp_path, m
     assert folder(learning_rate=1.0, lora_rank=3) == folder(edited=vldac) == first
     others = {folder(seed=7), folder(num_images=7), folder(edited=build_prompt), folder(edited=envs)}
     others |= {folder(env=SIGNAL), folder(env=SIGNAL, edited=sys.modules["test_vldac"])}
-    assert len(others - {first}) == 6 and first.parent == tmp_path / "vldac"
+    gym.register("Borrowed-v0", "assets.my_world:Doors")  # the world is in another module than its name
+    borrowed = "test_vldac:Borrowed-v0"
+    my_world = importlib.import_module("assets.my_world")
+    others |= {folder(env=borrowed), folder(env=borrowed, edited=my_world)}
+    assert len(others - {first}) == 8 and first.parent == tmp_path / "vldac"
     assert taught[0][:3] == [sys.executable, toy.__file__, first]
 
 

@@ -912,6 +912,13 @@ def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
 # -------------------------------------------------------------------------------------------- evaluation
 
 
+def only_flagged(episodes) -> list[dict]:
+    """Where some episodes have told a success flag, one that has not (at a time-out, say) is no success."""
+    if not any(episode["flagged"] for episode in episodes):
+        return episodes
+    return [episode | {"success": episode["success"] and episode["flagged"]} for episode in episodes]
+
+
 def evaluate(policy, players, seeds, act=act) -> list[dict]:
     """An episode on each seed, played as in training: a dict each, by seed. eval.py has other `act`s too."""
     set_seed(players[0].args.seed)
@@ -942,13 +949,6 @@ def evaluate(policy, players, seeds, act=act) -> list[dict]:
                 bar.update()
     bar.close()
     return only_flagged(sorted(gather(episodes), key=lambda episode: episode["seed"]))
-
-
-def only_flagged(episodes) -> list[dict]:
-    """Where some episodes have told a success flag, one that has not (at a time-out, say) is no success."""
-    if not any(episode["flagged"] for episode in episodes):
-        return episodes
-    return [episode | {"success": episode["success"] and episode["flagged"]} for episode in episodes]
 
 
 def summary(episodes) -> dict[str, float]:
