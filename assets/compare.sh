@@ -29,7 +29,7 @@
 #   mean success have one sign and a mean of at least 0.05, and of more than that of `other-noise`, which undoes
 #   nothing and draws other random numbers. Where training plays in another way than an evaluation (greedy,
 #   random-action), success in the 200 episodes at the end stands for mean success.
-# * Not run: one-norm (the logged norms of OneRoom are below 0.2, far from the 1 at which they are clipped).
+# * Not run: one-norm (the norms that VL-DAC logged with these seeds are below 0.2, and are clipped at 1).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
