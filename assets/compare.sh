@@ -14,8 +14,9 @@
 # * The paper's worlds and NumberLine, five seeds, the default options. Every seed is shown; there is no test.
 # * A run that NaN or infinity ends is a result and is not repeated: its last rate counts until the budget.
 #
-# The second part, written before the first of its runs; VL-DAC's runs above, with which they are paired, were
-# known. OneRoom, seeds 20 to 24: with five seeds all differences are shown, and nothing is tested.
+# The second part, written before the first of its runs. Of the runs above, with which they are paired, all of
+# VL-DAC's were known, and seeds 20 to 22 of the others. OneRoom, seeds 20 to 24: with five seeds all differences
+# are shown, and nothing is tested.
 # * Why per token? Thoughts of n more words (filler.py), n = 0 and 48. The comparison that answers it is RL4VLM
 #   with lambda 1 against token_sum, VL-DAC with a sum over the tokens: at the same rate they differ in nothing
 #   but the ratio. Beside them RL4VLM with lambda 0.5 and 0.2, VL-DAC itself, and for n = 48 token_mean with two
