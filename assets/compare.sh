@@ -87,12 +87,13 @@ THIN
 }
 export -f run
 
-play() { # WORLD PLAYER: 200 episodes of a player without a model, into assets/results
-  local name=$1-$2
+play() { # WORLD PLAYER: 200 untrained episodes, into assets/results; start: of what seed 20 starts from
+  local name=$1-$2 whose=(--env "$1")
   if [ -e "assets/results/$name.json" ]; then return; fi
   echo "$(date +%H:%M) $name"
+  if [ "$2" = start ]; then whose=("runs/compare/$1-VL-DAC-20"); fi
   local words=runs/compare/$name.txt
-  python eval.py "$2" --env "$1" --out "runs/compare/$name.json" > "$words" 2>&1 || failed "$name" "$words"
+  python eval.py "$2" "${whose[@]}" --out "runs/compare/$name.json" > "$words" 2>&1 || failed "$name" "$words"
   mkdir -p assets/results
   mv "runs/compare/$name.json" assets/results
 }
@@ -159,7 +160,7 @@ details() {
 
 plays() { # a line each: WORLD PLAYER
   for world in OneRoom EZPoints Hallway FourRooms WallGap NumberLine; do
-    for player in random hint; do echo "$world $player"; done
+    for player in random hint start; do echo "$world $player"; done
   done
 }
 
