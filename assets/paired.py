@@ -36,7 +36,7 @@ def draw(baseline, folders, out):
             continue
         d = differences[world, label]
         y = len(others) - number
-        low, high = evaluation.interval_of_mean(d)
+        low, high = evaluation.interval_of_mean(d)  # without end for fewer than six seeds, and not drawn
         pairs.plot([low, high], [y, y], color=color, linewidth=6, alpha=0.25, solid_capstyle="butt")
         pairs.plot(d, np.full(len(d), y), "o", color=color, markersize=4, alpha=0.8)
         pairs.plot(np.mean(d), y, "|", color="black", markersize=18)
@@ -48,9 +48,8 @@ def draw(baseline, folders, out):
     curves.xaxis.set_major_formatter("{x:,.0f}")
     curves.legend(frameon=False, fontsize=8)
     pairs.axvline(0, color="gray", linewidth=0.8)
-    pairs.set(
-        title=f"mean success minus that of {baseline}", xlabel="a dot per seed; bar: 95 % interval; |: mean"
-    )
+    legend = "a dot per seed; |: mean" + ("; bar: 95 % interval" if seeds >= 6 else "")
+    pairs.set(title=f"mean success minus that of {baseline}", xlabel=legend)
     pairs.set_yticks(range(len(others)), [*reversed(others)])
     pairs.set_ylim(-0.6, len(others) - 0.4)
     for axis in (curves, pairs):
