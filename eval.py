@@ -9,9 +9,10 @@
     python eval.py compare A.json B.json               paired difference of two results, exact McNemar test
     python eval.py table runs/A runs/B                 the figures of runs, a row each
     python eval.py methods VL-DAC runs/*               each method against VL-DAC, paired by seed
+    python eval.py unpaired VL-DAC runs/*              the same, of any seeds
     python eval.py plot runs/A runs/B random.json      learning curves, results as dashed lines
 
-All but the last four play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
+All but the last five play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
 trains, and write to --out FILE. `page` plays as many as the run's own evaluations (20 if it had none). --mode
 greedy takes the likeliest tokens. Options given here win over those of the run. For plot, --out FILE comes
 last. A run may be one of RL4VLM or of LOOP (assets/) too.
@@ -109,6 +110,27 @@ def interval_of_mean(differences, alpha=0.05) -> tuple[float, float]:
     means = np.sort(sums[1:] / sizes[1:])  # without the empty subset
     k = int(alpha / 2 * 2 ** len(differences))
     return (means[k - 1].item(), means[-k].item()) if k else (-math.inf, math.inf)
+
+
+def rank_sum(a, b) -> float:
+    """Exact two-sided p of the hypothesis that two groups come from one distribution (Wilcoxon 1945).
+
+    Under it any choice of len(a) of the values is as likely: p is the share of the choices whose sum of
+    ranks is as far from its mean as that of a, or farther. Equal values share a rank.
+
+    >>> rank_sum([1, 2], [3, 4, 5])  # 1 + 2 is 3 below the mean; of the ten sums 4 + 5 is as far
+    0.2
+    """
+    values = np.array([*a, *b])
+    ranks = (values[:, None] > values).sum(1) * 2 + (values[:, None] == values).sum(1)  # doubled: integers
+    ways = np.zeros((len(a) + 1, ranks.sum() + 1))  # to choose so many values with this sum of ranks
+    ways[0, 0] = 1
+    for rank in ranks:
+        ways[1:, rank:] += ways[:-1, :-rank].copy()
+    mean = len(a) * ranks.sum() / len(values)
+    distance = abs(np.arange(ways.shape[1]) - mean)
+    far = distance >= distance[ranks[: len(a)].sum()] - 1e-9
+    return (ways[-1, far].sum() / ways[-1].sum()).item()
 
 
 def holm(ps) -> list[float]:
@@ -633,6 +655,18 @@ def paired(baseline, folders):
     return groups, differences
 
 
+def means_of(group) -> list[str | None]:
+    """What a table says of several runs: before, after (worst and best run), parsed, true thoughts."""
+    cells = []
+    for name, digits in (("before", 2), ("after", 3), ("parsed", 3), ("agreement", 2)):
+        values = [getattr(curve, name) for curve in group]
+        cell = None if None in values else rounded(np.mean(values), digits)
+        if cell and name == "after":
+            cell += f" ({rounded(min(values), digits)}-{rounded(max(values), digits)})"
+        cells.append(cell)
+    return cells
+
+
 def methods(baseline, folders) -> str:
     """A row for every method: its means over seeds, and its paired differences from the baseline.
 
@@ -660,24 +694,38 @@ def methods(baseline, folders) -> str:
             group = groups[world, label]
             ended = sum(curve.ended is not None for curve in group)
             seeds = f"{len(group)}, {ended} ended early" if ended else str(len(group))
-            line = [
-                world,
-                label,
-                seeds,
-                rounded(np.mean([curve.mean() for curve in group]), 3),
-                *cells[label],
-            ]
-            for name, digits in (("before", 2), ("after", 3), ("parsed", 3), ("agreement", 2)):
-                values = [getattr(curve, name) for curve in group]
-                cell = None if None in values else rounded(np.mean(values), digits)
-                if cell and name == "after":
-                    cell += f" ({rounded(min(values), digits)}-{rounded(max(values), digits)})"
-                line.append(cell)
-            lines.append(line)
+            mean = rounded(np.mean([curve.mean() for curve in group]), 3)
+            lines.append([world, label, seeds, mean, *cells[label], *means_of(group)])
     names = ["world", "method", "runs", "mean", *columns, "before", "after", "parsed", "true thoughts"]
     if len(worlds) == 1:  # the caller knows it, and the table is wide
         names, lines = names[1:], [line[1:] for line in lines]
     return lines_of_table(names, lines)
+
+
+def unpaired(baselines, folders) -> str:
+    """A row for every method, whose runs are tested against all those of the baselines, of whatever seeds."""
+    control, others = [], []
+    for group in groups_of([load_curve(Path(folder)) for folder in folders]):
+        if group[0].label in baselines:
+            control += group
+        else:
+            others.append(group)
+    if not control or not others or len({group[0].world for group in [control, *others]}) > 1:
+        raise UserError(f"this compares runs of one world with those of {' and '.join(baselines)}")
+    expected = [curve.mean() for curve in control]
+    ps = [rank_sum([curve.mean() for curve in group], expected) for group in others]
+    lines = [[", ".join(baselines), *each_and_mean(control), None, None, None, *means_of(control)]]
+    for group, p, corrected in zip(others, ps, holm(ps), strict=True):
+        difference = np.mean([curve.mean() for curve in group]) - np.mean(expected)
+        test = [f"{difference:+.3f}", f"{p:.3f}", f"{corrected:.3f}"]
+        lines.append([group[0].label, *each_and_mean(group), *test, *means_of(group)])
+    names = ["method", "each run", "mean", "difference", "p", "p (Holm)"]
+    return lines_of_table([*names, "before", "after", "parsed", "true thoughts"], lines)
+
+
+def each_and_mean(group) -> list[str]:
+    means = [curve.mean() for curve in group]
+    return [" ".join(f"{x:.2f}" for x in means), rounded(np.mean(means), 3)]
 
 
 def groups_of(curves) -> list[list[Curve]]:
@@ -815,6 +863,8 @@ def main(argv=None):
                 print(table(folders))
             case ["methods", baseline, *folders] if folders:
                 print(methods(baseline, folders))
+            case ["unpaired", baselines, *folders] if folders:
+                print(unpaired(baselines.split(","), folders))
             case ["plot", *paths, "--out", out] if paths:
                 plot(paths, out)
             case ["plot", *paths] if paths:

@@ -2946,13 +2946,14 @@ def test_the_script_of_all_runs_goes_on_and_takes_nan_as_a_result(tmp_path):
     for options in ("VL-DAC-no-KL-29 --env OneRoom --seed 29 --kl_coef 0", "LOOP-29 --env OneRoom --seed 29"):
         assert any(call.endswith(f"--run_name OneRoom-{options}") for call in calls)
     logs = list((tmp_path / "assets" / "logs").iterdir())
-    assert len(logs) == 5 * 10 + 5 * 5 + 4 * 3 + 3 * 5 + 2 * 2 + 16 * 5
+    assert len(logs) == 5 * 10 + 5 * 5 + 4 * 3 + 3 * 5 + 2 * 2 + 14 * 5
     assert len(calls) == 2 * len(logs) + 3 * 6
     assert "eval.py start runs/compare/Hallway-VL-DAC-20 --out runs/compare/Hallway-start.json" in calls
     undone = {re.search(r"undo\.py (\S+) --", call)[1] for call in calls if "undo.py" in call}
-    assert undone == set(undo.UNDONE) - {"one-norm"}
-    options = "--words 48 --max_new_tokens 88 --seed 12 --ratio response --learning_rate 3e-3"
-    assert any("-48-words-RL4VLM-0.5-rate-3e-3-12" in call and options in call for call in calls)
+    assert undone == set(undo.UNDONE) - {"one-norm", "first-token", "random-action"}
+    options = "--words 48 --max_new_tokens 88 --seed 12 --ratio response --thought_coef 1.0 "
+    options += "--learning_rate 3e-3"
+    assert any("-48-words-RL4VLM-1.0-rate-3e-3-12" in call and options in call for call in calls)
     for log in logs:
         assert {path.name for path in log.iterdir()} == {"args.json", "eval", "log.jsonl"}
         assert (log / "log.jsonl").read_text() == '{"global_step": 512, "losses/entropy": 0.12346}\n'
@@ -3191,6 +3192,19 @@ def test_a_sign_flip_test_is_that_of_all_choices_of_signs(n):
         assert evaluation.sign_flip(differences - (high + 1e-6)) <= 0.05
 
 
+@pytest.mark.parametrize("n, m", [(1, 1), (2, 5), (5, 3), (4, 4)])
+def test_a_rank_sum_test_is_that_of_all_choices(n, m):
+    """Also with equal values. Five against five cannot give less than 2 of 252."""
+    assert evaluation.rank_sum(range(5), range(5, 10)) == pytest.approx(2 / 252)
+    for seed in range(20):
+        values = np.random.default_rng(seed).integers(0, 6, n + m)
+        ranks = [np.mean([y < x for y in values]) + np.mean([y <= x for y in values]) for x in values]
+        sums = np.array([sum(choice) for choice in itertools.combinations(ranks, n)])
+        distance = abs(sums - sums.mean())
+        expected = np.mean(distance >= distance[0] - 1e-9)  # the first choice is that of the first n
+        assert evaluation.rank_sum(values[:n], values[n:]) == pytest.approx(expected)
+
+
 def write_log(folder, rates, before, after=0.9, invalid=0.125, rate="success_rate", **options):
     """A run's folder: an evaluation before and after, and these rates every ten steps from step 20 on."""
     folder.mkdir()
@@ -3319,6 +3333,21 @@ def test_methods_are_tested_pair_by_pair(tmp_path, capsys):
     ]
 
 
+def test_methods_of_unequal_seeds_are_tested_run_by_run(tmp_path, capsys):
+    """By hand: the rates are constant, so they are the means. Both of "low" are below the three controls."""
+    runs = {"VL-DAC-0": 0.4, "VL-DAC-1": 0.6, "control-7": 0.5, "low-2": 0.1, "low-3": 0.2, "same-0": 0.5}
+    for name, rate in runs.items():
+        write_log(tmp_path / f"OneRoom-{name}", [rate] * 3, before=rate)
+    folders = [str(tmp_path / f"OneRoom-{name}") for name in runs]
+    evaluation.main(["unpaired", "VL-DAC,control", *folders])
+    end = "0.900 (0.900-0.900) | 0.875 | 0.50 |"
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        f"| VL-DAC, control | 0.40 0.60 0.50 | 0.500 | - | - | - | 0.50 | {end}",
+        f"| low | 0.10 0.20 | 0.150 | -0.350 | 0.200 | 0.400 | 0.15 | {end}",  # 2 of ten choices
+        f"| same | 0.50 | 0.500 | +0.000 | 1.000 | 1.000 | 0.50 | {end}",
+    ]
+
+
 def test_learning_curves_and_differences(logs, tmp_path):
     pytest.importorskip("matplotlib", reason="plots need: pip install matplotlib")
     evaluated(tmp_path / "hint.json", "hint", "--env", "NumberLine", "--episodes", 2)
@@ -3345,6 +3374,7 @@ WRONG_EVALUATIONS = {
     "methods VL-DAC NumberLine-tiny-0": "the seeds or budgets of tiny in NumberLine are not those of VL-DAC",
     "methods other NumberLine-other-0 NumberLine-tiny-1": "of tiny in NumberLine are not those of other",
     "methods tiny NumberLine-tiny-0 other/NumberLine-tiny-2": "runs of tiny in NumberLine differ in gamma",
+    "unpaired VL-DAC NumberLine-tiny-0": "this compares runs of one world with those of VL-DAC",
     "methods tiny": "python eval.py run runs/NAME",
     "plot": "python eval.py run runs/NAME",  # the usage
 }
@@ -3480,7 +3510,7 @@ def test_the_readme_s_tokens_of_a_frame(family, name, model_folder):
 def test_every_table_is_what_the_command_above_it_prints(page, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = Path(page).read_text("utf-8")
-    table = r"`python eval\.py (table|methods) ([^`]+)`[^`]*<!-- results -->\n(.*?)\n<!-- end -->"
+    table = r"`python eval\.py (table|methods|unpaired) ([^`]+)`[^`]*<!-- results -->\n(.*?)\n<!-- end -->"
     tables = re.findall(table, text, re.S)
     assert len(tables) == text.count("<!-- results -->") > 0
     for command, paths, printed in tables:
