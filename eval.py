@@ -757,7 +757,7 @@ def plot(paths, out):
     axes = dict(zip(worlds, panels, strict=False))
     handles, colors = {}, {}  # by name: the same in every panel
     for group in groups:
-        name = f"{group[0].label}, mean and {len(group)} seeds" if len(group) > 1 else group[0].label
+        name = f"{group[0].label}, mean and each seed" if len(group) > 1 else group[0].label
         color = colors.setdefault(name, f"C{len(colors)}")
         start, end = max(curve.steps[0] for curve in group), min(curve.steps[-1] for curve in group)
         steps = np.unique(np.concatenate([curve.steps for curve in group]))
