@@ -655,6 +655,12 @@ def paired(baseline, folders):
     return groups, differences
 
 
+def number_of(group) -> str:
+    """How many runs, and how many of them ended early."""
+    ended = sum(curve.ended is not None for curve in group)
+    return f"{len(group)}, {ended} ended early" if ended else str(len(group))
+
+
 def means_of(group) -> list[str | None]:
     """What a table says of several runs: before, after (worst and best run), parsed, true thoughts."""
     cells = []
@@ -692,10 +698,8 @@ def methods(baseline, folders) -> str:
             cells[label] = [f"{np.mean(pairs):+.3f}", *(each if few else test)]
         for label in [baseline, *others]:
             group = groups[world, label]
-            ended = sum(curve.ended is not None for curve in group)
-            seeds = f"{len(group)}, {ended} ended early" if ended else str(len(group))
             mean = rounded(np.mean([curve.mean() for curve in group]), 3)
-            lines.append([world, label, seeds, mean, *cells[label], *means_of(group)])
+            lines.append([world, label, number_of(group), mean, *cells[label], *means_of(group)])
     names = ["world", "method", "runs", "mean", *columns, "before", "after", "parsed", "true thoughts"]
     if len(worlds) == 1:  # the caller knows it, and the table is wide
         names, lines = names[1:], [line[1:] for line in lines]
@@ -710,7 +714,8 @@ def unpaired(baselines, folders) -> str:
             control += group
         else:
             others.append(group)
-    if not control or not others or len({group[0].world for group in [control, *others]}) > 1:
+    found = {curve.label for curve in control}
+    if found != set(baselines) or not others or len({group[0].world for group in [control, *others]}) > 1:
         raise UserError(f"this compares runs of one world with those of {' and '.join(baselines)}")
     expected = [curve.mean() for curve in control]
     ps = [rank_sum([curve.mean() for curve in group], expected) for group in others]
@@ -719,13 +724,13 @@ def unpaired(baselines, folders) -> str:
         difference = np.mean([curve.mean() for curve in group]) - np.mean(expected)
         test = [f"{difference:+.3f}", f"{p:.3f}", f"{corrected:.3f}"]
         lines.append([group[0].label, *each_and_mean(group), *test, *means_of(group)])
-    names = ["method", "each run", "mean", "difference", "p", "p (Holm)"]
+    names = ["method", "runs", "each run", "mean", "difference", "p", "p (Holm)"]
     return lines_of_table([*names, "before", "after", "parsed", "true thoughts"], lines)
 
 
 def each_and_mean(group) -> list[str]:
     means = [curve.mean() for curve in group]
-    return [" ".join(f"{x:.2f}" for x in means), rounded(np.mean(means), 3)]
+    return [number_of(group), " ".join(f"{x:.2f}" for x in means), rounded(np.mean(means), 3)]
 
 
 def groups_of(curves) -> list[list[Curve]]:

@@ -3342,9 +3342,9 @@ def test_methods_of_unequal_seeds_are_tested_run_by_run(tmp_path, capsys):
     evaluation.main(["unpaired", "VL-DAC,control", *folders])
     end = "0.900 (0.900-0.900) | 0.875 | 0.50 |"
     assert capsys.readouterr().out.splitlines()[2:] == [
-        f"| VL-DAC, control | 0.40 0.60 0.50 | 0.500 | - | - | - | 0.50 | {end}",
-        f"| low | 0.10 0.20 | 0.150 | -0.350 | 0.200 | 0.400 | 0.15 | {end}",  # 2 of ten choices
-        f"| same | 0.50 | 0.500 | +0.000 | 1.000 | 1.000 | 0.50 | {end}",
+        f"| VL-DAC, control | 3 | 0.40 0.60 0.50 | 0.500 | - | - | - | 0.50 | {end}",
+        f"| low | 2 | 0.10 0.20 | 0.150 | -0.350 | 0.200 | 0.400 | 0.15 | {end}",  # 2 of ten choices
+        f"| same | 1 | 0.50 | 0.500 | +0.000 | 1.000 | 1.000 | 0.50 | {end}",
     ]
 
 
@@ -3375,6 +3375,7 @@ WRONG_EVALUATIONS = {
     "methods other NumberLine-other-0 NumberLine-tiny-1": "of tiny in NumberLine are not those of other",
     "methods tiny NumberLine-tiny-0 other/NumberLine-tiny-2": "runs of tiny in NumberLine differ in gamma",
     "unpaired VL-DAC NumberLine-tiny-0": "this compares runs of one world with those of VL-DAC",
+    "unpaired tiny,x NumberLine-tiny-0 NumberLine-other-0": "one world with those of tiny and x",
     "methods tiny": "python eval.py run runs/NAME",
     "plot": "python eval.py run runs/NAME",  # the usage
 }
@@ -3520,5 +3521,8 @@ def test_every_table_is_what_the_command_above_it_prints(page, capsys, monkeypat
 
 
 def test_the_evaluations_are_those_of_the_results():
-    for path in (ROOT / "assets" / "results").glob("*.json"):
-        assert f"\n{evaluation.describe(evaluation.load_result(path))}\n" in PAGE
+    """All of them, and no others."""
+    printed = re.findall(r"^\w+, [\w, ]+, 200 episodes: .*", PAGE, re.M)
+    results = (ROOT / "assets" / "results").glob("*.json")
+    described = [evaluation.describe(evaluation.load_result(path)) for path in results]
+    assert sorted(described) == sorted(printed) != []

@@ -26,8 +26,8 @@
 #   choice favours RL4VLM. Beside them, with the same rate: RL4VLM with lambda 0.5 and 0.2, and for n = 48, seeds
 #   20 and 21, token_mean. VL-DAC keeps its own rate.
 # * n = 48 counts if the toys of seeds 10 to 12, when they have been taught, parse 0.95 of their responses in the
-#   mean and have 0.9 of true thoughts (before the words); and if in the mean of these seeds RL4VLM with this rate, or VL-DAC, ends 0.2 above
-#   its first rate of training. Else n = 24 takes its place, with the same rates.
+#   mean and have 0.9 of true thoughts (before the words); and if in the mean of these seeds RL4VLM with this rate,
+#   or VL-DAC, ends 0.2 above its first rate of training. Else n = 24 takes its place, with the same rates.
 # * What is a detail worth? Each undone alone (undo.py, or an option), five runs, against fifteen in which nothing
 #   is undone: VL-DAC, seeds 20 to 29, and `other-noise`, which only draws other random numbers, seeds 20 to 24.
 #   p < 0.05 is a hint, and p < 0.05 with Holm's correction over all details a finding. Drawn from VL-DAC's ten
