@@ -2875,17 +2875,18 @@ def test_the_script_of_all_runs_says_what_failed(tmp_path):
     assert not (tmp_path / "assets" / "logs").exists()
 
 
-def test_every_final_log_is_of_a_run_that_the_script_makes(tmp_path):
-    """By one commit, with the script's options and no others."""
+def test_the_final_logs_are_of_the_runs_that_the_script_makes(tmp_path):
+    """All of its first part, by one commit, with the script's options and no others."""
     compare_sh(tmp_path, '#!/bin/sh\necho "$*" >> calls\nexit 3\n')
-    calls = re.findall(r"(\S+\.py) .*--run_name (\S+) (.*)", (tmp_path / "calls").read_text())
-    made = {name: (program, words.split()) for program, name, words in calls}
+    first_part, _, _ = (tmp_path / "calls").read_text().partition("eval.py random")
+    made = re.findall(r"(\S+\.py) .*--run_name (\S+) (.*)", first_part)
+    logs = ROOT / "assets" / "logs"
+    assert {name for _, name, _ in made} == {log.name for log in logs.iterdir()}
     programs = {"vldac.py": Args, "assets/rl4vlm.py": rl4vlm.Args, "assets/loop.py": loop.Args}
-    for log in (ROOT / "assets" / "logs").iterdir():
-        program, words = made[log.name]
-        args = json.loads((log / "args.json").read_text())
+    for program, name, words in made:
+        args = json.loads((logs / name / "args.json").read_text())
         assert (args.pop("program"), args.pop("commit")[:7]) == (program, "cbf7a52")
-        words += ["--runs_dir", "runs/compare", "--run_name", log.name, "--device", "cpu"]
+        words = f"{words} --runs_dir runs/compare --run_name {name} --device cpu".split()
         assert args == dataclasses.asdict(vldac.parse_args(words, programs[program]))
 
 
@@ -3526,3 +3527,44 @@ def test_the_evaluations_are_those_of_the_results():
     results = (ROOT / "assets" / "results").glob("*.json")
     described = [evaluation.describe(evaluation.load_result(path)) for path in results]
     assert sorted(described) == sorted(printed) != []
+
+
+def test_the_figures_of_the_text_are_those_of_the_logs():
+    """Those of OneRoom that no table shows."""
+    names = {"VL-DAC": "VL-DAC", "Eq. 5": "VL-DAC-KL-of-Eq-5", "no KL": "VL-DAC-no-KL"}
+    names |= {"RL4VLM": "RL4VLM-0.5", "LOOP": "LOOP"}
+    curves, rows = {}, {}
+    for method, name in names.items():
+        folders = [ROOT / "assets" / "logs" / f"OneRoom-{name}-{seed}" for seed in range(20, 30)]
+        curves[method] = [evaluation.load_curve(folder) for folder in folders]
+        rows[method] = [evaluation.load_log(folder)[0] for folder in folders]
+
+    def learning(method, key):
+        """A figure of the updates after the warm-up, a list for each run."""
+        return [[row[key] for row in run if key in row and row["update"] > 4] for run in rows[method]]
+
+    def difference(method, seeds):
+        """Of the mean success, in pairs of equal seed."""
+        pairs = list(zip(curves[method], curves["VL-DAC"], strict=True))
+        return np.mean([a.mean() - b.mean() for a, b in pairs if a.seed in seeds])
+
+    share = np.mean(learning("VL-DAC", "losses/clipfrac"))
+    assert f"only {100 * share:.1f} % of VL-DAC's tokens" in PAGE
+    a, b = (np.median(learning(method, "losses/grad_norm_lora")) for method in ("RL4VLM", "VL-DAC"))
+    assert f"`losses/grad_norm_lora`: {a:.2f} beside {b:.2f}" in PAGE and round(a / b) == 9
+    distances = {}
+    for method in names:
+        of_runs = [np.mean(run[-10:]) for run in learning(method, "losses/kl_base")]
+        distances[method] = f"{method} {np.median(of_runs):.2g}"
+    assert ", ".join(distances.values()) in PAGE
+    others = set(range(20, 30)) - {23}
+    without = [f"{difference(method, others):z.2f} ({method})" for method in ("Eq. 5", "no KL", "RL4VLM")]
+    assert "would be {}, {} and {}".format(*without) in PAGE
+    badly_parsed = [sum(curve.parsed < 0.95 for curve in of_method) for of_method in curves.values()]
+    assert badly_parsed == [0, 2, 2, 5, 0]
+    updates = [run[-1]["update"] for run in rows["LOOP"]]
+    assert (min(updates), max(updates)) == (14, 18)
+    rates = [
+        np.interp((0.75 * curve.budget, curve.budget), curve.steps, curve.rates) for curve in curves["LOOP"]
+    ]
+    assert sum(last > earlier for earlier, last in rates) == 8

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every training run behind the tables and figures, two at a time, on two cores:  bash assets/compare.sh
+# Every training run behind the tables and figures, one on each core:  bash assets/compare.sh
 # A run that is finished is skipped and one that was stopped goes on, so this can be started again after any stop.
 #
 # Written before the first of these runs, and not changed after it:
@@ -39,6 +39,7 @@
 #   responses do not parse).
 set -euo pipefail
 cd "$(dirname "$0")/.."
+cores=$(nproc) # before the next line, which nproc would obey
 export OMP_NUM_THREADS=1
 mkdir -p runs/compare
 exec 9> runs/compare/lock
@@ -172,12 +173,12 @@ plays() { # a line each: WORLD PLAYER
 }
 
 # What fails is reported and tried again next time; the rest goes on, and the script ends with an error.
-two_at_a_time() { xargs -P 2 -L 1 bash -euo pipefail -c "$1"' "$@"' "$1"; }
+on_every_core() { xargs -P "$cores" -L 1 bash -euo pipefail -c "$1"' "$@"' "$1"; }
 status=0
-methods | two_at_a_time run || status=1
-worlds | two_at_a_time run || status=1
-plays | two_at_a_time play || status=1
-tuning | two_at_a_time run || status=1
-short_thoughts | two_at_a_time run || status=1
-details | two_at_a_time run || status=1
+methods | on_every_core run || status=1
+worlds | on_every_core run || status=1
+plays | on_every_core play || status=1
+tuning | on_every_core run || status=1
+short_thoughts | on_every_core run || status=1
+details | on_every_core run || status=1
 exit $status
