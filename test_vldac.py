@@ -3529,6 +3529,20 @@ def test_the_evaluations_are_those_of_the_results():
     assert sorted(described) == sorted(printed) != []
 
 
+def test_fourrooms_is_learned_where_the_scripted_policy_succeeds():
+    """As the page says."""
+    scripted = evaluation.load_result(ROOT / "assets" / "results" / "FourRooms-hint.json")["episodes"]
+    there, elsewhere = [], []
+    for log in (ROOT / "assets" / "logs").glob("FourRooms-VL-DAC-2?"):
+        result = evaluation.load_result(log / "eval" / "FourRooms-run-sampled-200.json")
+        pairs = [(a["success"], b["success"]) for a, b in zip(scripted, result["episodes"], strict=True)]
+        there.append(np.mean([won for possible, won in pairs if possible]))
+        elsewhere.append(np.mean([won for possible, won in pairs if not possible]))
+    assert len(there) == 5
+    ends = min(there), max(there), min(elsewhere), max(elsewhere)
+    assert "in {:.2f} to {:.2f} of the episodes, elsewhere in {:.2f} to {:.2f}".format(*ends) in PAGE
+
+
 def test_the_figures_of_the_text_are_those_of_the_logs():
     """Those of OneRoom that no table shows."""
     names = {"VL-DAC": "VL-DAC", "Eq. 5": "VL-DAC-KL-of-Eq-5", "no KL": "VL-DAC-no-KL"}
