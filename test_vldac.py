@@ -3415,7 +3415,7 @@ def test_the_readme_s_world_runs(run):
 def test_the_readme_s_program_acts(tmp_path, model, monkeypatch, capsys):
     start(tmp_path / "runs", model, "NumberLine", name="NumberLine-tiny-0")
     monkeypatch.chdir(tmp_path)
-    [program] = re.findall(r"```python\n(# act\.py\n.*?)```", README, re.S)
+    [program] = re.findall(r"```python\n(# act\.py.*?)```", README, re.S)
     (tmp_path / "act.py").write_text(program.replace("OneRoom", "NumberLine"))
     runpy.run_path(str(tmp_path / "act.py"))
     assert "->" in capsys.readouterr().out.splitlines()[-1]

@@ -75,7 +75,7 @@ BAR_INTERVAL = 0.1 if sys.stderr.isatty() else 10  # seconds between two states 
 
 @dataclass
 class Args:
-    """Every option and its default. Most are those of the paper's Table 6; the README says which."""
+    """Every option and its default. Most are those of the paper's Table 6; assets/README.md says which."""
 
     program: ClassVar[str] = "vldac.py"  # no option: the script that they belong to
     env: str = "OneRoom"  # a world of envs.py, a Gymnasium id, or module:id (of your own, say)
