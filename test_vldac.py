@@ -2876,18 +2876,33 @@ def test_the_script_of_all_runs_says_what_failed(tmp_path):
 
 
 def test_the_final_logs_are_of_the_runs_that_the_script_makes(tmp_path):
-    """All of its first part, by one commit, with the script's options and no others."""
+    """None of the first part is missing, and each part is of one commit, with the script's options."""
     compare_sh(tmp_path, '#!/bin/sh\necho "$*" >> calls\nexit 3\n')
-    first_part, _, _ = (tmp_path / "calls").read_text().partition("eval.py random")
-    made = re.findall(r"(\S+\.py) .*--run_name (\S+) (.*)", first_part)
-    logs = ROOT / "assets" / "logs"
-    assert {name for _, name, _ in made} == {log.name for log in logs.iterdir()}
-    programs = {"vldac.py": Args, "assets/rl4vlm.py": rl4vlm.Args, "assets/loop.py": loop.Args}
-    for program, name, words in made:
-        args = json.loads((logs / name / "args.json").read_text())
-        assert (args.pop("program"), args.pop("commit")[:7]) == (program, "cbf7a52")
-        words = f"{words} --runs_dir runs/compare --run_name {name} --device cpu".split()
-        assert args == dataclasses.asdict(vldac.parse_args(words, programs[program]))
+    first, _, second = (tmp_path / "calls").read_text().partition("eval.py random")
+    commits = {"cbf7a52": first, "450623c": second}
+    logs = {log.name: log for log in (ROOT / "assets" / "logs").iterdir()}
+    options = {"assets/rl4vlm.py": rl4vlm.Args, "assets/loop.py": loop.Args, "assets/filler.py": filler.Args}
+    for commit, calls in commits.items():
+        for program, name, words in re.findall(r"^(.*\.py.*?) --.* --run_name (\S+) (.*)", calls, re.M):
+            if commit == "450623c" and name not in logs:
+                continue  # the second part is not complete yet
+            args = json.loads((logs.pop(name) / "args.json").read_text())
+            assert (args.pop("program"), args.pop("commit")[:7]) == (program, commit)
+            words = f"{words} --runs_dir runs/compare --run_name {name} --device cpu".split()
+            assert args == dataclasses.asdict(vldac.parse_args(words, options.get(program, Args)))
+    assert logs == {}
+
+
+def test_the_rate_for_long_thoughts_is_the_one_that_the_rule_gives():
+    """That with which RL4VLM has the largest mean success on the tuning seeds."""
+    means = {}
+    for rate in ("3.3e-4", "1e-3", "3e-3"):
+        folders = (ROOT / "assets" / "logs").glob(f"OneRoom-48-words-RL4VLM-1.0-rate-{rate}-1?")
+        of_seeds = [evaluation.load_curve(folder).mean() for folder in folders]
+        assert len(of_seeds) == 3
+        means[rate] = np.mean(of_seeds)
+    [rate] = re.findall(r"local rate=(\S+)", (ROOT / "assets" / "compare.sh").read_text())
+    assert rate == max(means, key=means.get)
 
 
 A_PYTHON = """#!/bin/bash
@@ -2947,7 +2962,7 @@ def test_the_script_of_all_runs_goes_on_and_takes_nan_as_a_result(tmp_path):
     for options in ("VL-DAC-no-KL-29 --env OneRoom --seed 29 --kl_coef 0", "LOOP-29 --env OneRoom --seed 29"):
         assert any(call.endswith(f"--run_name OneRoom-{options}") for call in calls)
     logs = list((tmp_path / "assets" / "logs").iterdir())
-    assert len(logs) == 5 * 10 + 5 * 5 + 4 * 3 + 3 * 5 + 2 * 2 + 14 * 5
+    assert len(logs) == 5 * 10 + 5 * 5 + 4 * 3 + 5 * 5 + 2 + 3 * 5 + 2 * 2 + 14 * 5
     assert len(calls) == 2 * len(logs) + 3 * 6
     assert "eval.py start runs/compare/Hallway-VL-DAC-20 --out runs/compare/Hallway-start.json" in calls
     undone = {re.search(r"undo\.py (\S+) --", call)[1] for call in calls if "undo.py" in call}

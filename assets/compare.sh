@@ -134,6 +134,22 @@ tuning() {
   done
 }
 
+long_thoughts() { # with the rate that the rule above gave
+  local rate=1e-3
+  for seed in {20..24}; do echo "OneRoom-48-words-VL-DAC-$seed $long --seed $seed"; done
+  for seed in {20..24}; do
+    echo "OneRoom-48-words-token-sum-$seed $long --seed $seed --ratio token_sum --learning_rate $rate"
+    for lambda in 1.0 0.5 0.2; do
+      local name="OneRoom-48-words-RL4VLM-$lambda-$seed"
+      echo "$name $long --seed $seed --ratio response --thought_coef $lambda --learning_rate $rate"
+    done
+  done
+  for seed in 20 21; do
+    local options="$long --seed $seed --ratio token_mean --micro_batch_size 128 --learning_rate $rate"
+    echo "OneRoom-48-words-token-mean-$seed $options"
+  done
+}
+
 short_thoughts() { # of filler.py, which trains like vldac.py and rl4vlm.py and logs more; seeds 20 and 21 show it
   local short="assets/filler.py --env OneRoom"
   for seed in {20..24}; do
@@ -179,6 +195,7 @@ methods | on_every_core run || status=1
 worlds | on_every_core run || status=1
 plays | on_every_core play || status=1
 tuning | on_every_core run || status=1
+long_thoughts | on_every_core run || status=1
 short_thoughts | on_every_core run || status=1
 details | on_every_core run || status=1
 exit $status
