@@ -3591,8 +3591,16 @@ def test_the_figures_of_the_text_are_those_of_the_logs():
     assert "would be {}, {} and {}".format(*without) in PAGE
     badly_parsed = [sum(curve.parsed < 0.95 for curve in of_method) for of_method in curves.values()]
     assert badly_parsed == [0, 2, 2, 5, 0]
-    updates = [run[-1]["update"] for run in rows["LOOP"]]
-    assert (min(updates), max(updates)) == (14, 18)
+    updates = [sum("losses/policy_loss" in row for row in run) for run in rows["LOOP"]]
+    assert f"It makes {min(updates)} to {max(updates)} updates instead of 46" in PAGE
+    clipped = [np.sum(np.array(learning(name, "losses/grad_norm_lora")) > 1) for name in ("RL4VLM", "VL-DAC")]
+    assert clipped == [40, 1]
+    means = {method: np.sort([curve.mean() for curve in of]) for method, of in curves.items()}
+    baseline = means.pop("VL-DAC")
+    ps = [evaluation.rank_sum(of, baseline) for of in means.values()]
+    assert "p is {:.2f} (Eq. 5), {:.2f} (no KL), {:.2f} (RL4VLM) and {:.3f} (LOOP)".format(*ps) in PAGE
+    best = [np.mean(of[1:]) - np.mean(baseline[1:]) for of in means.values()][:3]
+    assert "each method without its own worst seed, {:.2f}, {:.2f} and {:.2f}".format(*best) in PAGE
     rates = [
         np.interp((0.75 * curve.budget, curve.budget), curve.steps, curve.rates) for curve in curves["LOOP"]
     ]
