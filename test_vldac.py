@@ -3370,9 +3370,12 @@ def test_learning_curves_and_differences(logs, tmp_path):
     evaluation.main(["plot", *logs, str(tmp_path / "hint.json"), "--out", str(tmp_path / "curves.png")])
     for label, seed in itertools.product(("VL-DAC", "other"), range(6)):
         write_log(tmp_path / f"OneRoom-{label}-{seed}", [0.2, 0.4, seed / 10], before=0.1)
-    pairs = map(str, tmp_path.glob("OneRoom-*"))
+    pairs = [str(folder) for folder in tmp_path.glob("OneRoom-*")]
     paired.main("VL-DAC", *pairs, "--out", str(tmp_path / "pairs.png"))
-    for name in ("curves", "pairs"):
+    write_log(tmp_path / "OneRoom-48-words-other-0", [0.2, 0.4, 0.6], before=0.1, words=48)
+    longer = str(tmp_path / "OneRoom-48-words-other-0")
+    paired.main("words", *pairs, longer, "--out", str(tmp_path / "words.png"))
+    for name in ("curves", "pairs", "words"):
         with Image.open(tmp_path / f"{name}.png") as picture:
             assert picture.width > 300
 

@@ -1,6 +1,12 @@
-"""The figure of a comparison: learning curves, and the difference of every seed from the baseline.
+"""The figures of the comparisons (pip install matplotlib).
 
-python assets/paired.py VL-DAC assets/logs/OneRoom-*-2? --out assets/methods.png    (pip install matplotlib)
+    python assets/paired.py VL-DAC assets/logs/OneRoom-*-2? --out assets/methods.png
+
+draws learning curves, and the difference of every seed from the baseline;
+
+    python assets/paired.py words assets/logs/OneRoom-*-2? --out assets/words.png
+
+learning curves for every number of words that filler.py adds to a thought, and the mean success of each run.
 """
 
 import sys
@@ -12,6 +18,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import eval as evaluation  # noqa: E402
 import vldac  # noqa: E402
+
+
+def draw_mean(axis, group, color, label):
+    """The mean learning curve of a method's runs as a thick line, and each as a thin one."""
+    steps = np.linspace(0, group[0].budget, 400)
+    rates = np.array([np.interp(steps, *curve.whole()) for curve in group])  # (runs, steps)
+    axis.plot(steps, rates.T, color=color, alpha=0.15, linewidth=0.7)
+    axis.plot(steps, rates.mean(0), color=color, linewidth=2, label=label)
+
+
+def label_curves(axis):
+    axis.set(xlabel="environment steps", ylabel="success of the last 100 episodes", ylim=(-0.02, 1.02))
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.legend(frameon=False, fontsize=8)
 
 
 def draw(baseline, folders, out):
@@ -26,12 +46,7 @@ def draw(baseline, folders, out):
     curves, pairs = figure.subplots(1, 2, width_ratios=[1.2, 1])
     for number, label in enumerate([baseline, *others]):
         group, color = groups[world, label], f"C{number}"
-        budget = group[0].budget
-        steps = np.linspace(0, budget, 400)
-        rates = np.array([np.interp(steps, *curve.whole()) for curve in group])  # (seeds, steps)
-        for one in rates:
-            curves.plot(steps, one, color=color, alpha=0.15, linewidth=0.7)
-        curves.plot(steps, rates.mean(0), color=color, linewidth=2, label=label)
+        draw_mean(curves, group, color, label)
         if label == baseline:
             continue
         d = differences[world, label]
@@ -41,12 +56,8 @@ def draw(baseline, folders, out):
         pairs.plot(d, np.full(len(d), y), "o", color=color, markersize=4, alpha=0.8)
         pairs.plot(np.mean(d), y, "|", color="black", markersize=18)
     seeds = len(groups[world, baseline])
-    curves.set(
-        title=f"{world}, mean of {seeds} seeds (thin: each)", xlabel="environment steps", ylim=(-0.02, 1.02)
-    )
-    curves.set_ylabel("success of the last 100 episodes")
-    curves.xaxis.set_major_formatter("{x:,.0f}")
-    curves.legend(frameon=False, fontsize=8)
+    curves.set(title=f"{world}, mean of {seeds} seeds (thin: each)")
+    label_curves(curves)
     pairs.axvline(0, color="gray", linewidth=0.8)
     legend = "a dot per seed; |: mean" + ("; bar: 95 % interval" if seeds >= 6 else "")
     pairs.set(title=f"mean success minus that of {baseline}", xlabel=legend)
@@ -58,16 +69,47 @@ def draw(baseline, folders, out):
     print(out)
 
 
+def draw_words(folders, out):
+    """For every number of words a row: learning curves, and the mean success of each run."""
+    from matplotlib.figure import Figure
+
+    found = {}  # by number of words and method
+    for group in evaluation.groups_of([evaluation.load_curve(Path(folder)) for folder in folders]):
+        words = group[0].options.get("words") or 0
+        found.setdefault(words, {})[group[0].label.removeprefix(f"{words}-words-")] = group
+    names = dict.fromkeys(method for methods in found.values() for method in methods)
+    colors = {method: f"C{i}" for i, method in enumerate(names)}
+    figure = Figure(figsize=(9, 0.3 + 3.1 * len(found)), layout="constrained")
+    rows = figure.subplots(len(found), 2, width_ratios=[1.2, 1], squeeze=False)
+    for (curves, dots), (words, methods) in zip(rows, sorted(found.items()), strict=True):
+        for row, (method, group) in enumerate(methods.items()):
+            draw_mean(curves, group, colors[method], method)
+            means = [curve.mean() for curve in group]
+            dots.plot(means, [-row] * len(group), "o", color=colors[method], markersize=4, alpha=0.8)
+            dots.plot(np.mean(means), -row, "|", color="black", markersize=18)
+        label_curves(curves)
+        curves.set_title(f"thoughts with {words} words more (thin: each seed)", fontsize=10)
+        dots.set_title("mean success (a dot per seed; |: mean)", fontsize=10)
+        dots.set(xlim=(0, 1), ylim=(0.6 - len(methods), 0.6))
+        dots.set_yticks([-row for row in range(len(methods))], [*methods])
+        for axis in (curves, dots):
+            axis.grid(alpha=0.3)
+    figure.savefig(out, dpi=150)
+    print(out)
+
+
 def main(*words):
-    match words:
-        case [baseline, *folders, "--out", out] if folders:
-            try:
+    try:
+        match words:
+            case ["words", *folders, "--out", out] if folders:
+                draw_words(folders, out)
+            case [baseline, *folders, "--out", out] if folders:
                 draw(baseline, folders, out)
-            except vldac.envs.UserError as error:
-                vldac.refuse(error)
-        case _:
-            print(__doc__)
-            raise SystemExit(2)
+            case _:
+                print(__doc__)
+                raise SystemExit(2)
+    except vldac.envs.UserError as error:
+        vldac.refuse(error)
 
 
 if __name__ == "__main__":
