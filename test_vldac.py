@@ -3530,12 +3530,13 @@ def test_the_readme_s_tokens_of_a_frame(family, name, model_folder):
 def test_every_table_is_what_the_command_above_it_prints(page, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = Path(page).read_text("utf-8")
-    table = r"`python eval\.py (table|methods|unpaired) ([^`]+)`[^`]*<!-- results -->\n(.*?)\n<!-- end -->"
+    table = r"`python (\S+)\.py (\w+) ([^`]+)`[^`]*<!-- results -->\n(.*?)\n<!-- end -->"
     tables = re.findall(table, text, re.S)
     assert len(tables) == text.count("<!-- results -->") > 0
-    for command, paths, printed in tables:
+    programs = {"eval": evaluation.main, "assets/filler": filler.main}
+    for program, command, paths, printed in tables:
         words = subprocess.run(["bash", "-c", f"echo {paths}"], capture_output=True, text=True).stdout.split()
-        evaluation.main([command, *words])
+        programs[program]([command, *words])
         assert capsys.readouterr().out == printed + "\n"
 
 
