@@ -878,18 +878,29 @@ class Checked(gym.Wrapper):
         """A copy of the frame, which the world may draw over, and the info with what is left of the limit."""
         fits = observation in self.observation_space
         if not fits or getattr(observation["image"], "dtype", None) != np.uint8:
-            given = observation.get("image") if isinstance(observation, dict) else observation
+            given = type(observation).__name__
+            if isinstance(observation, dict):
+                given = ", ".join(f"{name}: {shape_of(value)}" for name, value in observation.items())
             wanted = f'"image" in {self.observation_space["image"]} and "text", a str'
-            raise UserError(
-                f"an observation must be a dict of {wanted}; the image given is {shape_of(given)}"
-            )
+            raise UserError(f"an observation must be a dict of {wanted}; given was {given}")
         actions = info.get("actions")
         listed = isinstance(actions, (list, tuple)) and all(isinstance(action, str) for action in actions)
         if not ended and not (listed and actions):
             raise UserError(f'info["actions"] must be a list of the actions now, each a str, not {actions}')
+        self.actions = actions
         left = self.limit - self.taken
         observation = observation | {"image": observation["image"].copy()}
         return observation, info | {"left": int(min(left, info.get("left", left)))}
+
+    def hint(self):
+        """The world's own, if it has one."""
+        if not self.env.has_wrapper_attr("hint"):
+            return None
+        hint = self.env.get_wrapper_attr("hint")()
+        a_search = "search[...]" in self.actions and str(hint).startswith("search[")
+        if hint is not None and hint not in self.actions and not a_search:
+            raise UserError(f"hint() must return one of the actions now, {self.actions}, not {hint!r}")
+        return hint
 
 
 # ------------------------------------------------------------------------------------------------- by name
@@ -932,10 +943,15 @@ def make_env(name: str, *, max_episode_steps=None, invalid_reward=None, split="t
         if isinstance(getattr(env, "action_space", None), Discrete):
             env.close()
             if "rgb_array" not in env.metadata.get("render_modes", []):
-                raise UserError(f'--env {name}: it has Discrete actions, but no render mode "rgb_array"')
+                words = 'no render mode "rgb_array"; for actions in words, action_space = AnyText()'
+                raise UserError(f"--env {name}: it has Discrete actions, but {words}")
             env = TextActions(gym.make(env_id, disable_env_checker=True, render_mode="rgb_array"))
     except gym.error.UnregisteredEnv as error:
-        raise UserError(f"--env {name}: {error} The worlds of envs.py: {', '.join(NAMES)}") from None
+        module, _, own = name.rpartition(":")
+        words = f"The worlds of envs.py: {', '.join(NAMES)}"
+        if module:
+            words = f'{module} must register it: gym.register("{own}", ...)'
+        raise UserError(f"--env {name}: {error} {words}") from None
     except (gym.error.Error, ModuleNotFoundError) as error:  # pygame, or a module of that name, is missing
         raise UserError(f"--env {name}: {error}") from None
     return Checked(env, max_episode_steps, invalid_reward)

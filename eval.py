@@ -368,18 +368,20 @@ CHARTS = {
 }
 
 
-def chart(title, points) -> str:
-    """A curve as inline SVG; points are (environment steps, value)."""
+def chart(title, points, top) -> str:
+    """A curve as inline SVG, whose axis ends at `top` or above; points are (environment steps, value)."""
     steps, values = np.array(points).T
-    low, high = min(0.0, values.min()), max(values.max(), 1e-3)
+    low, high = min(0.0, values.min()), max(values.max(), top)
     x, y = 300 * steps / steps.max(), 100 - 100 * (values - low) / (high - low)
     line = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
     return (
         f'<figure>{title}: <b>{values[-1]:.3g}</b><svg viewBox="-2 -12 304 126" fill="currentColor" '
         f'font-size="9"><path d="M0 0V100H300" fill="none" stroke="#888"/><text y="-3">{high:.3g}</text>'
-        f'<text x="3" y="97">{low:.3g}</text><text y="112">0</text>'
+        f'<text y="112">0</text>'
         f'<text x="300" y="112" text-anchor="end">{steps.max():,.0f} environment steps</text>'
-        f'<polyline points="{line}" fill="none" stroke="#37d" stroke-width="2"/></svg></figure>'
+        f'<polyline points="{line}" fill="none" stroke="#37d" stroke-width="2"/>'
+        f'<text x="3" y="97" stroke="Canvas" stroke-width="3" paint-order="stroke">{low:.3g}</text>'
+        "</svg></figure>"
     )
 
 
@@ -425,18 +427,19 @@ def values_and_rewards(moments) -> str:
     scale = 50 / max(high - low, 1e-3)  # pixels
     zero = scale * high
     width = CARD * len(moments)
-    bars, line = "", ""
+    bars, points = "", []
     for number, moment in enumerate(moments):
         x = CARD * number + CARD // 2
         if moment.reward:
             bars += f"M{x} {zero:.1f}v{-scale * moment.reward:.1f}"
         if moment.value is not None:
-            line += f"{x},{scale * (high - moment.value):.1f} "
+            points.append(f"{x} {scale * (high - moment.value):.1f}")
+    line = f"M{'L'.join(points)}h0" if points else ""  # h0: else a single point is not drawn
     return (
         f'<svg viewBox="0 -4 {width} 58" style="width: {width}px"><path d="M0 {zero:.1f}h{width}" '
         f'stroke="#8888"/><path d="{bars}" stroke="#8a8" stroke-width="12"/>'
-        f'<polyline points="{line}" fill="none" stroke="#37d" stroke-width="2"/>'
-        f'<g fill="currentColor" font-size="10"><text y="6">{high:.3g}</text>'
+        f'<path d="{line}" fill="none" stroke="#37d" stroke-width="2" '
+        f'stroke-linecap="round"/><g fill="currentColor" font-size="10"><text y="6">{high:.3g}</text>'
         f'<text y="52">{low:.3g}</text></g></svg>'
     )
 
@@ -475,7 +478,8 @@ def page(folder, result, recordings) -> str:
     for key, title in CHARTS.items():
         points = [(row["global_step"], row[key]) for row in rows if row.get(key) is not None]
         if points:
-            charts.append(chart(title, points))
+            is_rate = key in ("charts/success_rate", "charts/positive_return")
+            charts.append(chart(title, points, top=1.0 if is_rate else 1e-3))
     for row in rows:
         cells = [f"{key[5:].replace('_', ' ')} {x:.3g}" for key, x in row.items() if key.startswith("eval/")]
         if cells:
@@ -747,17 +751,24 @@ def groups_of(curves) -> list[list[Curve]]:
     return list(groups.values())
 
 
+def new_figure(width, height):
+    """An empty figure; UserError if the optional package is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}: pip install matplotlib") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def plot(paths, out):
     """Learning curves: a panel per world; seeds as thin lines, their mean as a thick one, results dashed."""
     results = {path: load_result(path) for path in paths if path.endswith(".json")}
     groups = groups_of([load_curve(Path(path)) for path in paths if not path.endswith(".json")])
-    from matplotlib.figure import Figure  # the only command that needs it
-
     worlds = [group[0].world for group in groups] + [result["task"]["env"] for result in results.values()]
     worlds = list(dict.fromkeys(worlds))
     columns = min(2, len(worlds))
     rows = math.ceil(len(worlds) / columns)
-    figure = Figure(figsize=(4.2 * columns, 0.3 + 2.3 * rows), layout="constrained")
+    figure = new_figure(4.2 * columns, 0.3 + 2.3 * rows)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     axes = dict(zip(worlds, panels, strict=False))
     handles, colors = {}, {}  # by name: the same in every panel

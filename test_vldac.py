@@ -1477,10 +1477,10 @@ BROKEN = {
     "no task": 'reset must say what to achieve in info["task"]',
     "no actions": 'actions"] must be a list of the actions now',
     "old reset": "reset must return (observation, info), not dict",
-    "wrong shape": "the image given is uint8 (9, 28, 3)",
-    "list frame": "the image given is list",
-    "bool frame": "the image given is bool (28, 28, 3)",
-    "no text": 'and "text", a str',
+    "wrong shape": "given was image: uint8 (9, 28, 3), text: str",
+    "list frame": "given was image: list",
+    "bool frame": "given was image: bool (28, 28, 3)",
+    "no text": 'and "text", a str; given was image: uint8 (28, 28, 3), text: NoneType',
     "raises in reset": "lost its way",
     "raises in step": "lost its way",
     "ignores its seed": "differ: reset must call super().reset(seed=seed)",
@@ -1506,6 +1506,17 @@ def test_a_world_that_breaks_the_contract(name, tmp_path, model, capsys, monkeyp
     else:
         assert BROKEN[name] in refused(argv, capsys)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_hint_must_be_admissible(monkeypatch):
+    """Else the toy would be taught an action that there is not."""
+    hints = iter(["right", None, "up"])
+    monkeypatch.setattr(Corridor, "hint", lambda _: next(hints), raising=False)
+    player = vldac.Player(Args(env=CORRIDOR))
+    player.reset(0)
+    assert [player.describe("hint"), player.describe("hint")] == ["right", None]
+    with pytest.raises(envs.UserError, match="must return one of the actions now, .*, not 'up'"):
+        player.describe("hint")
 
 
 # ------------------------------------------------------------------------------------- ALFWorld, for real
@@ -2701,6 +2712,7 @@ def test_whatever_the_model_writes_is_only_text(run, monkeypatch):
 WRONG = {
     "--env OneRom": "Did you mean: `OneRoom`?",
     "--env Nothing-v0": "Environment `Nothing` doesn't exist. The worlds of envs.py: Hallway, OneRoom",
+    "--env test_vldac:Nothing-v0": 'test_vldac must register it: gym.register("Nothing-v0", ...)',
     "--env no_such_module:World-v0": "No module named 'no_such_module'",
     "--env Pendulum-v1": "its action_space must be Discrete",
     "--model no/such/model-here": "--model no/such/model-here",
@@ -3378,6 +3390,13 @@ def test_learning_curves_and_differences(logs, tmp_path):
     for name in ("curves", "pairs", "words"):
         with Image.open(tmp_path / f"{name}.png") as picture:
             assert picture.width > 300
+
+
+def test_without_matplotlib_a_plot_says_what_it_needs(logs, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit):
+        evaluation.main(["plot", *logs])
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 WRONG_EVALUATIONS = {

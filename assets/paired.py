@@ -35,14 +35,12 @@ def label_curves(axis):
 
 
 def draw(baseline, folders, out):
-    from matplotlib.figure import Figure
-
     groups, differences = evaluation.paired(baseline, folders)
     world, *more = {world for world, _ in groups}
     if more:
         raise vldac.envs.UserError("a figure is of one world")
     others = [label for _, label in groups if label != baseline]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = evaluation.new_figure(9, 3.6)
     curves, pairs = figure.subplots(1, 2, width_ratios=[1.2, 1])
     for number, label in enumerate([baseline, *others]):
         group, color = groups[world, label], f"C{number}"
@@ -71,15 +69,13 @@ def draw(baseline, folders, out):
 
 def draw_words(folders, out):
     """For every number of words a row: learning curves, and the mean success of each run."""
-    from matplotlib.figure import Figure
-
     found = {}  # by number of words and method
     for group in evaluation.groups_of([evaluation.load_curve(Path(folder)) for folder in folders]):
         words = group[0].options.get("words") or 0
         found.setdefault(words, {})[group[0].label.removeprefix(f"{words}-words-")] = group
     names = dict.fromkeys(method for methods in found.values() for method in methods)
     colors = {method: f"C{i}" for i, method in enumerate(names)}
-    figure = Figure(figsize=(9, 0.3 + 3.1 * len(found)), layout="constrained")
+    figure = evaluation.new_figure(9, 0.3 + 3.1 * len(found))
     rows = figure.subplots(len(found), 2, width_ratios=[1.2, 1], squeeze=False)
     for (curves, dots), (words, methods) in zip(rows, sorted(found.items()), strict=True):
         for row, (method, group) in enumerate(methods.items()):
