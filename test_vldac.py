@@ -3567,6 +3567,18 @@ def test_the_evaluations_are_those_of_the_results():
     assert sorted(described) == sorted(printed) != []
 
 
+def test_the_same_command_on_another_machine():
+    """Two runs of README's command, of which it gives the lowest and the last success."""
+    told = {"one-thread": "was at {:.2f} after 9,000 steps and ended at {:.2f} with one thread"}
+    told["two-threads"] = "with two it was at {:.2f} after 15,000 and ended at {:.2f}"
+    for name, words in told.items():
+        lines = (ROOT / "assets" / f"first-run-{name}.jsonl").read_text().splitlines()
+        points = [(row["charts/success_rate"], row["global_step"]) for row in map(json.loads, lines[1:])]
+        (lowest, step), (last, _) = min(point for point in points if point[0] is not None), points[-1]
+        assert words.format(lowest, last) in README
+        assert f"{round(step, -3):,}" in words
+
+
 def test_fourrooms_is_learned_where_the_scripted_policy_succeeds():
     """As the page says."""
     scripted = evaluation.load_result(ROOT / "assets" / "results" / "FourRooms-hint.json")["episodes"]
