@@ -377,7 +377,7 @@ def chart(title, points, top) -> str:
     return (
         f'<figure>{title}: <b>{values[-1]:.3g}</b><svg viewBox="-2 -12 304 126" fill="currentColor" '
         f'font-size="9"><path d="M0 0V100H300" fill="none" stroke="#888"/><text y="-3">{high:.3g}</text>'
-        f'<text y="112">0</text>'
+        '<text y="112">0</text>'
         f'<text x="300" y="112" text-anchor="end">{steps.max():,.0f} environment steps</text>'
         f'<polyline points="{line}" fill="none" stroke="#37d" stroke-width="2"/>'
         f'<text x="3" y="97" stroke="Canvas" stroke-width="3" paint-order="stroke">{low:.3g}</text>'
@@ -438,8 +438,8 @@ def values_and_rewards(moments) -> str:
     return (
         f'<svg viewBox="0 -4 {width} 58" style="width: {width}px"><path d="M0 {zero:.1f}h{width}" '
         f'stroke="#8888"/><path d="{bars}" stroke="#8a8" stroke-width="12"/>'
-        f'<path d="{line}" fill="none" stroke="#37d" stroke-width="2" '
-        f'stroke-linecap="round"/><g fill="currentColor" font-size="10"><text y="6">{high:.3g}</text>'
+        f'<path d="{line}" fill="none" stroke="#37d" stroke-width="2" stroke-linecap="round"/>'
+        f'<g fill="currentColor" font-size="10"><text y="6">{high:.3g}</text>'
         f'<text y="52">{low:.3g}</text></g></svg>'
     )
 

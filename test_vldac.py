@@ -1510,13 +1510,15 @@ def test_a_world_that_breaks_the_contract(name, tmp_path, model, capsys, monkeyp
 
 def test_a_hint_must_be_admissible(monkeypatch):
     """Else the toy would be taught an action that there is not."""
-    hints = iter(["right", None, "up"])
+    hints = iter(["right", None, "up", "search[a box]"])
     monkeypatch.setattr(Corridor, "hint", lambda _: next(hints), raising=False)
     player = vldac.Player(Args(env=CORRIDOR))
     player.reset(0)
     assert [player.describe("hint"), player.describe("hint")] == ["right", None]
     with pytest.raises(envs.UserError, match="must return one of the actions now, .*, not 'up'"):
         player.describe("hint")
+    player.env.actions = ["search[...]"]
+    assert player.describe("hint") == "search[a box]"
 
 
 # ------------------------------------------------------------------------------------- ALFWorld, for real
@@ -3612,6 +3614,11 @@ def test_the_figures_of_the_text_on_long_thoughts():
     assert f"(p = {evaluation.rank_sum(summed, whole):.3f})" in PAGE
     pairs = [f"{a - b:+.2f}" for a, b in zip(summed, whole, strict=True)]
     assert f"difference is {', '.join(pairs[:-1])} and {pairs[-1]}." in PAGE
+    rng = np.random.default_rng(0)
+    values = np.concatenate([np.array(group) - np.mean(group) for group in (summed, whole)])
+    tries = [(rng.choice(values, 5) + 0.2, rng.choice(values, 5)) for _ in range(2000)]
+    power = np.mean([evaluation.rank_sum(a, b) < 0.05 for a, b in tries])
+    assert f"p is below 0.05 in {10 * round(10 * power)} % of the cases" in PAGE
     large = [sum(norm > 1 for norm in norms[f"48-words-{name}"]) for name in ("token-sum", "VL-DAC")]
     assert large == [192, 0] and "192 of 230 updates" in PAGE and len(norms["VL-DAC"]) == 230
     parsed = {name: min(curve.parsed for curve in of_name) for name, of_name in curves.items()}

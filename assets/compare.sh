@@ -35,8 +35,8 @@
 #   found" is no "of no use". `greedy` trains on other responses than an evaluation plays, so its success in the
 #   200 episodes at the end is looked at instead, without a test.
 # * Not run, as the toy cannot show them: one-norm (of the norms that VL-DAC logged with seeds 20 to 29 one is 5.6
-#   and all others are below 0.3; they are clipped at 1), first-token (it has a probability above 0.999), random-action (about 1 % of the
-#   responses do not parse).
+#   and all others are below 0.3; they are clipped at 1), first-token (it has a probability above 0.999),
+#   random-action (about 1 % of the responses do not parse).
 #
 # The third part, written when the five runs of each for n = 48 were known (p = 0.69): five more, seeds 25 to 29, of
 # token_sum and of RL4VLM with lambda 1. Drawn from their values (the difference taken out), five against five find
