@@ -3621,6 +3621,11 @@ def test_the_figures_of_the_text_on_long_thoughts():
     assert f"p is below 0.05 in {10 * round(10 * power)} % of the cases" in PAGE
     large = [sum(norm > 1 for norm in norms[f"48-words-{name}"]) for name in ("token-sum", "VL-DAC")]
     assert large == [192, 0] and "192 of 230 updates" in PAGE and len(norms["VL-DAC"]) == 230
+    pairs = []
+    for name in ("VL-DAC", "RL4VLM-0.5", "0-words-VL-DAC", "0-words-RL4VLM-0.5"):
+        folders = [ROOT / "assets" / "logs" / f"OneRoom-{name}-{seed}" for seed in (20, 21)]
+        pairs.append(", ".join(f"{evaluation.load_curve(folder).mean():.2f}" for folder in folders))
+    assert "they have {} and {} there, and {} and {} on the newer one".format(*pairs) in PAGE
     parsed = {name: min(curve.parsed for curve in of_name) for name, of_name in curves.items()}
     assert f"the worst parse {parsed['48-words-RL4VLM-0.5']:.3f} and" in PAGE
     assert f"all of VL-DAC's {parsed['48-words-VL-DAC']:.3f} or more" in PAGE
