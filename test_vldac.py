@@ -3389,7 +3389,8 @@ def test_learning_curves_and_differences(logs, tmp_path):
     write_log(tmp_path / "OneRoom-48-words-other-0", [0.2, 0.4, 0.6], before=0.1, words=48)
     longer = str(tmp_path / "OneRoom-48-words-other-0")
     paired.main("words", *pairs, longer, "--out", str(tmp_path / "words.png"))
-    for name in ("curves", "pairs", "words"):
+    paired.main("means", "VL-DAC", *pairs, "--out", str(tmp_path / "means.png"))
+    for name in ("curves", "pairs", "words", "means"):
         with Image.open(tmp_path / f"{name}.png") as picture:
             assert picture.width > 300
 

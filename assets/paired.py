@@ -6,7 +6,11 @@ draws learning curves, and the difference of every seed from the baseline;
 
     python assets/paired.py words assets/logs/OneRoom-*-2? --out assets/words.png
 
-learning curves for every number of words that filler.py adds to a thought, and the mean success of each run.
+learning curves for every number of words that filler.py adds to a thought, and the mean success of each run;
+
+    python assets/paired.py means VL-DAC,other-noise assets/logs/OneRoom-*-2? --out assets/details.png
+
+the mean success of each run alone, for many methods; a line is at the mean of the baselines' runs.
 """
 
 import sys
@@ -32,6 +36,18 @@ def label_curves(axis):
     axis.set(xlabel="environment steps", ylabel="success of the last 100 episodes", ylim=(-0.02, 1.02))
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.legend(frameon=False, fontsize=8)
+
+
+def draw_means(axis, groups, colors):
+    """The mean success of each run as a dot, a row for each method."""
+    for row, (method, group) in enumerate(groups.items()):
+        means = [curve.mean() for curve in group]
+        axis.plot(means, [-row] * len(group), "o", color=colors[method], markersize=4, alpha=0.8)
+        axis.plot(np.mean(means), -row, "|", color="black", markersize=18)
+    axis.set_title("mean success (a dot per seed; |: mean)", fontsize=10)
+    axis.set(xlim=(0, 1), ylim=(0.6 - len(groups), 0.6))
+    axis.set_yticks([-row for row in range(len(groups))], [*groups])
+    axis.grid(alpha=0.3)
 
 
 def draw(baseline, folders, out):
@@ -78,18 +94,24 @@ def draw_words(folders, out):
     figure = evaluation.new_figure(9, 0.3 + 3.1 * len(found))
     rows = figure.subplots(len(found), 2, width_ratios=[1.2, 1], squeeze=False)
     for (curves, dots), (words, methods) in zip(rows, sorted(found.items()), strict=True):
-        for row, (method, group) in enumerate(methods.items()):
+        for method, group in methods.items():
             draw_mean(curves, group, colors[method], method)
-            means = [curve.mean() for curve in group]
-            dots.plot(means, [-row] * len(group), "o", color=colors[method], markersize=4, alpha=0.8)
-            dots.plot(np.mean(means), -row, "|", color="black", markersize=18)
         label_curves(curves)
         curves.set_title(f"thoughts with {words} words more (thin: each seed)", fontsize=10)
-        dots.set_title("mean success (a dot per seed; |: mean)", fontsize=10)
-        dots.set(xlim=(0, 1), ylim=(0.6 - len(methods), 0.6))
-        dots.set_yticks([-row for row in range(len(methods))], [*methods])
-        for axis in (curves, dots):
-            axis.grid(alpha=0.3)
+        curves.grid(alpha=0.3)
+        draw_means(dots, methods, colors)
+    figure.savefig(out, dpi=150)
+    print(out)
+
+
+def draw_all_means(baselines, folders, out):
+    curves = [evaluation.load_curve(Path(folder)) for folder in folders]
+    groups = {group[0].label: group for group in evaluation.groups_of(curves)}
+    figure = evaluation.new_figure(7, 0.7 + 0.26 * len(groups))
+    axis = figure.subplots()
+    draw_means(axis, groups, {label: "C0" if label in baselines else "C1" for label in groups})
+    expected = np.mean([curve.mean() for curve in curves if curve.label in baselines])
+    axis.axvline(expected, color="gray", linewidth=0.8)
     figure.savefig(out, dpi=150)
     print(out)
 
@@ -99,6 +121,8 @@ def main(*words):
         match words:
             case ["words", *folders, "--out", out] if folders:
                 draw_words(folders, out)
+            case ["means", baselines, *folders, "--out", out] if folders:
+                draw_all_means(baselines.split(","), folders, out)
             case [baseline, *folders, "--out", out] if folders:
                 draw(baseline, folders, out)
             case _:
