@@ -3573,8 +3573,8 @@ def test_the_evaluations_are_those_of_the_results():
 def test_the_same_command_on_another_machine():
     """Two runs of README's command: their lowest and last success, and that on the fixed seeds."""
     told = {
-        "one-thread": "at {:.2f} after 9,000 steps and ended at {:.2f} with one thread, with {:.2f} of the 50",
-        "two-threads": "at {:.2f} after 15,000 and ended at {:.2f}, with {:.2f} of the 50",
+        "one-thread": "{:.2f} after 9,000 steps and ended at {:.2f} with one thread, with {:.2f} of the 50",
+        "two-threads": "{:.2f} after 15,000 and ended at {:.2f}, with {:.2f} of the 50",
     }
     for name, words in told.items():
         lines = (ROOT / "assets" / f"first-run-{name}.jsonl").read_text().splitlines()
