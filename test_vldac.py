@@ -3618,6 +3618,8 @@ def test_the_figures_of_the_text_on_long_thoughts():
     )
     summed, whole = means["48-words-token-sum"], means["48-words-RL4VLM-1.0"]
     assert f"(p = {evaluation.rank_sum(summed, whole):.3f})" in PAGE
+    told = "have a mean of {:.3f} and {:.3f} (p {:.3f})"
+    assert told.format(np.mean(summed), np.mean(whole), evaluation.rank_sum(summed, whole)) in README
     pairs = [f"{a - b:+.2f}" for a, b in zip(summed, whole, strict=True)]
     assert f"difference is {', '.join(pairs[:-1])} and {pairs[-1]}." in PAGE
     rng = np.random.default_rng(0)
@@ -3676,6 +3678,7 @@ def test_the_figures_of_the_text_on_details():
     assert min(ignored) > max(expected)
     told = "({:.2f} to {:.2f}) are better than all fifteen in which nothing is undone ({:.2f} to {:.2f};"
     assert told.format(min(ignored), max(ignored), min(expected), max(expected)) in PAGE
+    assert f"the mean is {np.mean(ignored):.3f} instead of {np.mean(expected):.3f}" in README
     stds = []
     for names in (unchanged, ("time-out-ignored",)):
         rows = [row for log in runs(*names) for row in evaluation.load_log(log)[0]]
