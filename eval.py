@@ -621,6 +621,10 @@ def rounded(x, digits=2) -> str | None:
     return None if x is None else f"{x:.{digits}f}"
 
 
+def of_p(p) -> str:
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
 def table(folders) -> str:
     """A row for every run."""
     lines = []
@@ -697,7 +701,7 @@ def methods(baseline, folders) -> str:
         for label, p, corrected in zip(others, ps, holm(ps), strict=True):
             pairs = differences[world, label]
             low, high = interval_of_mean(pairs)
-            test = [f"{low:+.3f} to {high:+.3f}", f"{p:.3f}", f"{corrected:.3f}"]
+            test = [f"{low:+.3f} to {high:+.3f}", of_p(p), of_p(corrected)]
             each = [" ".join(f"{difference:+.2f}" for difference in pairs)]
             cells[label] = [f"{np.mean(pairs):+.3f}", *(each if few else test)]
         for label in [baseline, *others]:
@@ -726,7 +730,7 @@ def unpaired(baselines, folders) -> str:
     lines = [[", ".join(baselines), *each_and_mean(control), None, None, None, *means_of(control)]]
     for group, p, corrected in zip(others, ps, holm(ps), strict=True):
         difference = np.mean([curve.mean() for curve in group]) - np.mean(expected)
-        test = [f"{difference:+.3f}", f"{p:.3f}", f"{corrected:.3f}"]
+        test = [f"{difference:+.3f}", of_p(p), of_p(corrected)]
         lines.append([group[0].label, *each_and_mean(group), *test, *means_of(group)])
     names = ["method", "runs", "each run", "mean", "difference", "p", "p (Holm)"]
     return lines_of_table([*names, "before", "after", "parsed", "true thoughts"], lines)

@@ -213,10 +213,10 @@ time_outs() {
 }
 
 once_more() {
+  for detail in other-noise time-out-ignored; do
+    for seed in {25..29}; do echo "OneRoom-$detail-$seed assets/undo.py $detail --env OneRoom --seed $seed"; done
+  done
   for seed in {25..29}; do
-    for detail in other-noise time-out-ignored; do
-      echo "OneRoom-$detail-$seed assets/undo.py $detail --env OneRoom --seed $seed"
-    done
     echo "OneRoom-no-warm-up-$seed vldac.py --env OneRoom --seed $seed --value_warmup 0"
   done
 }
