@@ -3699,7 +3699,7 @@ def test_the_figures_of_the_text_on_details():
         p = evaluation.rank_sum(means(name), expected)
         assert f"{np.mean(means(name)):.3f}, p {'< 0.001' if p < 0.001 else f'{p:.3f}'}" in told
     ends = np.mean(afterwards("greedy")), np.mean(afterwards(*unchanged))
-    assert "[Afterwards {:.3f} of 200 episodes instead of {:.3f}]".format(*ends) in README
+    assert "[Success afterwards: {:.3f}; unchanged: {:.3f}]".format(*ends) in README
 
     both = [means(name) for name in reversed(unchanged)]
     told = "({:.3f}, and {:.3f} of VL-DAC; p {:.3f})"
