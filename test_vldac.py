@@ -3693,6 +3693,9 @@ def test_the_figures_of_the_text_on_details():
         [told] = re.findall(rf"^{number}\. .*\[(.*)\]$", README, re.M)
         p = evaluation.rank_sum(means(name), expected)
         assert f"{np.mean(means(name)):.3f}, p {'< 0.001' if p < 0.001 else f'{p:.3f}'}" in told
+    plain = means("not-normalised")
+    told = "may slow it ({:.3f} instead of {:.3f}, p {:.3f})"
+    assert told.format(np.mean(plain), np.mean(expected), evaluation.rank_sum(plain, expected)) in README
     ends = np.mean(afterwards("greedy")), np.mean(afterwards(*unchanged))
     assert "[Success afterwards: {:.3f}; unchanged: {:.3f}]".format(*ends) in README
 
