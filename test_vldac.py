@@ -2976,7 +2976,7 @@ def test_the_script_of_all_runs_goes_on_and_takes_nan_as_a_result(tmp_path):
     for options in ("VL-DAC-no-KL-29 --env OneRoom --seed 29 --kl_coef 0", "LOOP-29 --env OneRoom --seed 29"):
         assert any(call.endswith(f"--run_name OneRoom-{options}") for call in calls)
     logs = list((tmp_path / "assets" / "logs").iterdir())
-    assert len(logs) == 5 * 10 + 5 * 5 + 4 * 3 + 5 * 5 + 2 + 3 * 5 + 2 * 2 + 14 * 5 + 2 * 5 + 2 * 5 + 3 * 5
+    assert len(logs) == 5 * 10 + 5 * 5 + 4 * 3 + 5 * 5 + 2 + 3 * 5 + 2 * 2 + 14 * 5 + 2 * 5 + 2 * 5 + 3 * 5 + 2 * 5
     assert len(calls) == 2 * len(logs) + 3 * 6
     assert "eval.py start runs/compare/Hallway-VL-DAC-20 --out runs/compare/Hallway-start.json" in calls
     undone = {re.search(r"undo\.py (\S+) --", call)[1] for call in calls if "undo.py" in call}

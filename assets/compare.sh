@@ -51,6 +51,9 @@
 # and no-warm-up. But that was found among twelve, and ten of the fifteen runs beside them are of another machine. So
 # both once more with seeds 25 to 29, on one machine, against five of other-noise with these seeds, by the same test.
 # An effect is there again, where p < 0.05 with Holm's correction for two.
+#
+# The sixth part, written before its runs, when all others were known: thoughts of 24 more words, seeds 20 and 21, with
+# the rates of 48 words. Two runs each, so there is no test; they are to show how the ratios scatter in between.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cores=$(nproc) # before the next line, which nproc would obey
@@ -221,6 +224,18 @@ once_more() {
   done
 }
 
+words_24() {
+  local options="assets/filler.py --env OneRoom --words 24 --max_new_tokens 64"
+  for seed in 20 21; do echo "OneRoom-24-words-VL-DAC-$seed $options --seed $seed"; done
+  for seed in 20 21; do
+    echo "OneRoom-24-words-token-sum-$seed $options --seed $seed --ratio token_sum --learning_rate 1e-3"
+    for lambda in 1.0 0.5 0.2; do
+      local name="OneRoom-24-words-RL4VLM-$lambda-$seed"
+      echo "$name $options --seed $seed --ratio response --thought_coef $lambda --learning_rate 1e-3"
+    done
+  done
+}
+
 plays() { # a line each: WORLD PLAYER
   for world in OneRoom EZPoints Hallway FourRooms WallGap NumberLine; do
     for player in random hint start; do echo "$world $player"; done
@@ -240,4 +255,5 @@ details | on_every_core run || status=1
 more_long_thoughts | on_every_core run || status=1
 time_outs | on_every_core run || status=1
 once_more | on_every_core run || status=1
+words_24 | on_every_core run || status=1
 exit $status
