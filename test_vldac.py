@@ -2976,7 +2976,9 @@ def test_the_script_of_all_runs_goes_on_and_takes_nan_as_a_result(tmp_path):
     for options in ("VL-DAC-no-KL-29 --env OneRoom --seed 29 --kl_coef 0", "LOOP-29 --env OneRoom --seed 29"):
         assert any(call.endswith(f"--run_name OneRoom-{options}") for call in calls)
     logs = list((tmp_path / "assets" / "logs").iterdir())
-    assert len(logs) == 5 * 10 + 5 * 5 + 4 * 3 + 5 * 5 + 2 + 3 * 5 + 2 * 2 + 14 * 5 + 2 * 5 + 2 * 5 + 3 * 5 + 2 * 5
+    methods, worlds, tuning = 5 * 10, 5 * 5, 4 * 3
+    words, details, tested_again = 5 * 5 + 2 + 3 * 5 + 2 * 2 + 2 * 5 + 2 * 5, 14 * 5, 2 * 5 + 3 * 5
+    assert len(logs) == methods + worlds + tuning + words + details + tested_again
     assert len(calls) == 2 * len(logs) + 3 * 6
     assert "eval.py start runs/compare/Hallway-VL-DAC-20 --out runs/compare/Hallway-start.json" in calls
     undone = {re.search(r"undo\.py (\S+) --", call)[1] for call in calls if "undo.py" in call}
@@ -3659,6 +3661,20 @@ def test_the_figures_of_the_text_on_long_thoughts():
     worst = [min(curve.parsed for curve in runs(name)) for name in names]
     told = "the worst parse {:.3f} and {:.3f} of their responses; all of VL-DAC's {:.3f} or more"
     assert told.format(*worst) in PAGE
+
+    def spread(words):
+        """Over RL4VLM's runs: the two scatters, and how many are clipped of responses and tokens, in %."""
+        folders = logs.glob(f"OneRoom-{words}RL4VLM-1.0-2?")
+        cells = filler.ratios(folders).splitlines()[-1].split("|")[4:8]
+        token, token_clipped, response, response_clipped = map(float, cells)
+        return token, response, f"{100 * response_clipped:.0f} %", f"{100 * token_clipped:.1f} %"
+
+    long, middle, short = map(spread, ("48-words-", "24-words-", ""))
+    assert f"scatters by {long[1]:.3f}, and that of a token by {long[0]:.3f}: nearly eight times" in PAGE
+    assert [round(of[1] / of[0]) for of in (long, middle, short)] == [8, 6, 4]
+    told = "{} of RL4VLM's responses are outside the clip range, but {} of their tokens "
+    told += "(with 24 words {} and {}; with the toy's own thoughts {} and {})"
+    assert told.format(*long[2:], *middle[2:], *short[2:]) in PAGE
 
 
 def test_the_figures_of_the_text_on_details():
