@@ -3522,7 +3522,7 @@ def test_the_readme_s_sizes_are_those_of_the_files():
 def test_the_readme_s_commands_are_there():
     """Each program, each command of eval.py, and each option."""
     commands = re.findall(r"python (\S+\.py) ([^`#\n]+)", README)
-    programs = {"vldac.py", "eval.py", "assets/film.py", "assets/undo.py"}
+    programs = {"vldac.py", "eval.py"} | {f"assets/{name}.py" for name in ("film", "undo", "rl4vlm", "loop")}
     assert {program for program, _ in commands} == programs
     named = re.findall(r"`--(\w+)", README)
     for program, words in commands:
@@ -3614,6 +3614,9 @@ def test_the_figures_of_the_text_on_long_thoughts():
 
     told = "mean is {:.3f} (five runs). With the toy's own thoughts it was {:.3f}"
     assert told.format(np.mean(means("48-words-VL-DAC")), np.mean(means("VL-DAC"))) in PAGE
+    names = "token-sum", "48-words-token-sum", "RL4VLM-1.0", "48-words-RL4VLM-1.0"
+    told = "`token_sum` falls from {:.3f} to {:.3f}, and RL4VLM with λ 1 from {:.3f} to {:.3f}"
+    assert told.format(*(np.mean(means(name)) for name in names)) in PAGE
     both = "48-words-token-sum", "48-words-RL4VLM-1.0"
     p = evaluation.rank_sum(*map(means, both))
     assert f"They found nothing (p = {p:.3f})" in PAGE
@@ -3622,8 +3625,9 @@ def test_the_figures_of_the_text_on_long_thoughts():
     p = evaluation.rank_sum(summed, whole)
     told = "(p = {2:.3f}): `token_sum` has {0:.3f} and RL4VLM with λ 1 has {1:.3f}"
     assert told.format(np.mean(summed), np.mean(whole), p) in PAGE
-    told = "have a mean of {:.3f} and {:.3f} (p {:.3f})"
-    assert told.format(np.mean(summed), np.mean(whole), p) in README
+    told = "have a mean of {:.3f} and {:.3f} (p {:.3f}, ten runs each): no difference is seen."
+    assert told.format(np.mean(summed), np.mean(whole), p) in README.replace("\n", " ")
+    assert f"VL-DAC itself has {np.mean(means('48-words-VL-DAC')):.3f} in five runs" in README
     pairs = [f"{a - b:+.2f}" for a, b in zip(summed, whole, strict=True)]
     assert f"difference is {', '.join(pairs[:-1])} and {pairs[-1]}." in PAGE
 
@@ -3646,9 +3650,9 @@ def test_the_figures_of_the_text_on_long_thoughts():
         norms = [row["losses/grad_norm_lora"] for row in rows if row["update"] > 4]
         return sum(norm > 1 for norm in norms), len(norms)
 
-    assert (
-        "{} of {} updates of `token_sum`, and none of VL-DAC".format(*clipped(both[0], range(20, 30))) in PAGE
-    )
+    norms = [n for name in both for n in clipped(name, range(20, 30))]
+    told = "{} of {} updates of `token_sum`, {} of {} of RL4VLM with λ 1, and none of VL-DAC"
+    assert told.format(*norms) in PAGE
     assert clipped("48-words-VL-DAC", range(20, 25)) == (0, 230)
     pairs = []
     for name in ("VL-DAC", "RL4VLM-0.5", "0-words-VL-DAC", "0-words-RL4VLM-0.5"):
@@ -3662,9 +3666,9 @@ def test_the_figures_of_the_text_on_long_thoughts():
     told = "the worst parse {:.3f} and {:.3f} of their responses; all of VL-DAC's {:.3f} or more"
     assert told.format(*worst) in PAGE
 
-    def spread(words):
-        """Over RL4VLM's runs: the two scatters, and how many are clipped of responses and tokens, in %."""
-        folders = logs.glob(f"OneRoom-{words}RL4VLM-1.0-2?")
+    def spread(words, seeds="2?"):
+        """Over RL4VLM's runs: the two scatters, and how many of responses and tokens are outside, in %."""
+        folders = logs.glob(f"OneRoom-{words}RL4VLM-1.0-{seeds}")
         cells = filler.ratios(folders).splitlines()[-1].split("|")[4:8]
         token, token_clipped, response, response_clipped = map(float, cells)
         return token, response, f"{100 * response_clipped:.0f} %", f"{100 * token_clipped:.1f} %"
@@ -3672,6 +3676,8 @@ def test_the_figures_of_the_text_on_long_thoughts():
     long, middle, short = map(spread, ("48-words-", "24-words-", ""))
     assert f"scatters by {long[1]:.3f}, and that of a token by {long[0]:.3f}: nearly eight times" in PAGE
     assert [round(of[1] / of[0]) for of in (long, middle, short)] == [8, 6, 4]
+    of_two = [spread(words, "2[01]")[1] for words in ("", "24-words-", "48-words-")]
+    assert "(20 and 21) it is {:.3f}, {:.3f} and {:.3f}.".format(*of_two) in PAGE
     told = "{} of RL4VLM's responses are outside the clip range, but {} of their tokens "
     told += "(with 24 words {} and {}; with the toy's own thoughts {} and {})"
     assert told.format(*long[2:], *middle[2:], *short[2:]) in PAGE
@@ -3709,14 +3715,23 @@ def test_the_figures_of_the_text_on_details():
         [told] = re.findall(rf"^{number}\. .*\[(.*)\]$", README, re.M)
         p = evaluation.rank_sum(means(name), expected)
         assert f"{np.mean(means(name)):.3f}, p {'< 0.001' if p < 0.001 else f'{p:.3f}'}" in told
-    plain = means("not-normalised")
-    told = "may slow it ({:.3f} instead of {:.3f}, p {:.3f})"
-    assert told.format(np.mean(plain), np.mean(expected), evaluation.rank_sum(plain, expected)) in README
+
+    def tested(name):
+        """Of the row of the page's first table with it: mean, p and p (Holm)."""
+        row = re.search(rf"^\| {name} \| 5 \| [\d. ]+ \| (\S+) \| \S+ \| (\S+) \| (\S+) \|", PAGE, re.M)
+        return row.groups()
+
+    mean, *ps = tested("not-normalised")
+    told = "may slow it ({} instead of {:.3f}, p {}, with Holm's correction {})"
+    assert told.format(mean, np.mean(expected), *ps) in README
+    told = "Without the warm-up five runs were better ({}, p {}, with the correction {})"
+    assert told.format(*tested("no-warm-up")) in README
     ends = np.mean(afterwards("greedy")), np.mean(afterwards(*unchanged))
-    assert "[Success afterwards: {:.3f}; unchanged: {:.3f}]".format(*ends) in README
+    assert "[Sampled afterwards: {:.3f}; unchanged: {:.3f}]".format(*ends) in README
 
     ignored = means("time-out-ignored")
     assert min(ignored) > max(expected)
+    assert f"`other-noise` alone p is {evaluation.rank_sum(ignored, means('other-noise')):.3f}" in PAGE
     told = "({:.2f} to {:.2f}) are better than all fifteen in which nothing is undone ({:.2f} to {:.2f};"
     assert told.format(min(ignored), max(ignored), min(expected), max(expected)) in PAGE
     assert f"the mean is {np.mean(ignored):.3f} instead of {np.mean(expected):.3f}" in README
@@ -3754,11 +3769,18 @@ def test_the_figures_of_the_text_on_time_outs():
         in PAGE
     )
     assert "({:.3f} and {:.3f}; p {:.3f}, Holm's {:.3f})".format(*figures["Hallway"]) in PAGE
-    told = "FourRooms ({0:.3f} instead of {1:.3f}, p (Holm) {3:.3f}); in Hallway ({4:.3f}, {5:.3f})"
-    assert told.format(*figures["FourRooms"], *figures["Hallway"][:2]) in README
+    ends = []
+    for name in ("time-out-ignored", "VL-DAC"):
+        logs = (ROOT / "assets" / "logs").glob(f"FourRooms-{name}-2?")
+        ends.append(np.mean([evaluation.load_curve(log).after for log in logs]))
+    assert "afterwards they have {:.3f}, and VL-DAC {:.3f}.".format(*ends) in PAGE
+    told = "FourRooms ({0:.3f} instead of {1:.3f}, p (Holm) {3:.3f}; at the end {4:.2f} and {5:.2f}). "
+    told += "In Hallway ({6:.3f}, {7:.3f})"
+    assert told.format(*figures["FourRooms"], *ends, *figures["Hallway"][:2]) in README
 
     names = "time-out-ignored", "no-warm-up", "other-noise"
     ignored, cold, unchanged = (means("OneRoom", name, range(25, 30)) for name in names)
+    assert f"the next five were not ({np.mean(cold):.3f} and {np.mean(unchanged):.3f})" in README
     ps = [evaluation.rank_sum(ignored, unchanged), evaluation.rank_sum(cold, unchanged)]
     told = "({:.3f}, and {:.3f} of `other-noise`; p {:.3f}, Holm's for two {:.3f})"
     assert told.format(np.mean(ignored), np.mean(unchanged), ps[0], evaluation.holm(ps)[0]) in PAGE

@@ -173,9 +173,9 @@ def train(args, folder):
 
 FIGURES = {
     "logratio_rms_token": "tokens: rms of log ratio",
-    "clipfrac": "clipped",
+    "clipfrac": "outside the clip range",
     "logratio_rms_response": "responses: rms of log ratio",
-    "clipfrac_response": "clipped",
+    "clipfrac_response": "outside the clip range",
 }
 
 
