@@ -3643,6 +3643,7 @@ def test_the_figures_of_the_text_on_long_thoughts():
     shares = power(0.2, groups, 0.025), power(0.25, groups, 0.025)
     told = "a true one of 0.2 would be found in {} % of such experiments, and one of 0.25 in {} %."
     assert told.format(*shares) in PAGE
+    assert f"a true one of 0.2 would be missed in {100 - shares[0]} % of such experiments" in README
 
     def clipped(name, seeds):
         """Updates after the warm-up with a norm above 1, and all."""
@@ -3699,7 +3700,7 @@ def test_the_figures_of_the_text_on_details():
 
     unchanged = "VL-DAC", "other-noise"
     expected = means(*unchanged)
-    assert len(expected) == 15 and f"unchanged, in fifteen: {np.mean(expected):.3f};" in README
+    assert len(expected) == 15 and f"{np.mean(expected):.3f} in fifteen that are unchanged" in README
     begun = evaluation.load_result(ROOT / "assets" / "results" / "OneRoom-start.json")
     assert f"then succeeds in {begun['summary']['success_rate']:.3f} of 200" in README
     details = {
@@ -3718,23 +3719,23 @@ def test_the_figures_of_the_text_on_details():
 
     def tested(name):
         """Of the row of the page's first table with it: mean, p and p (Holm)."""
-        row = re.search(rf"^\| {name} \| 5 \| [\d. ]+ \| (\S+) \| \S+ \| (\S+) \| (\S+) \|", PAGE, re.M)
+        row = re.search(rf"^\| {name} \| 5 \| [\d. ]+ \| (\S+) \| \S+ \| ([^|]+) \| (\S+) \|", PAGE, re.M)
         return row.groups()
 
     mean, *ps = tested("not-normalised")
-    told = "may slow it ({} instead of {:.3f}, p {}, with Holm's correction {})"
-    assert told.format(mean, np.mean(expected), *ps) in README
-    told = "Without the warm-up five runs were better ({}, p {}, with the correction {})"
-    assert told.format(*tested("no-warm-up")) in README
+    assert f"that are not normalised ({mean}, p {ps[0]}, p (Holm) {ps[1]})" in README
+    assert "no warm-up ({}, p {}, p (Holm) {};".format(*tested("no-warm-up")) in README
     ends = np.mean(afterwards("greedy")), np.mean(afterwards(*unchanged))
     assert "[Sampled afterwards: {:.3f}; unchanged: {:.3f}]".format(*ends) in README
+    assert "succeeds in {:.3f} of the 200 episodes instead of {:.3f}".format(*ends) in README
 
     ignored = means("time-out-ignored")
     assert min(ignored) > max(expected)
     assert f"`other-noise` alone p is {evaluation.rank_sum(ignored, means('other-noise')):.3f}" in PAGE
     told = "({:.2f} to {:.2f}) are better than all fifteen in which nothing is undone ({:.2f} to {:.2f};"
     assert told.format(min(ignored), max(ignored), min(expected), max(expected)) in PAGE
-    assert f"the mean is {np.mean(ignored):.3f} instead of {np.mean(expected):.3f}" in README
+    told = f"the mean is {np.mean(ignored):.3f} instead of {np.mean(expected):.3f}"
+    assert f"{told} (p (Holm) {tested('time-out-ignored')[2]})" in README
     stds = []
     for names in (unchanged, ("time-out-ignored",)):
         rows = [row for log in runs(*names) for row in evaluation.load_log(log)[0]]
@@ -3780,7 +3781,7 @@ def test_the_figures_of_the_text_on_time_outs():
 
     names = "time-out-ignored", "no-warm-up", "other-noise"
     ignored, cold, unchanged = (means("OneRoom", name, range(25, 30)) for name in names)
-    assert f"the next five were not ({np.mean(cold):.3f} and {np.mean(unchanged):.3f})" in README
+    assert f"other seeds {np.mean(cold):.3f}, and {np.mean(unchanged):.3f} unchanged)" in README
     ps = [evaluation.rank_sum(ignored, unchanged), evaluation.rank_sum(cold, unchanged)]
     told = "({:.3f}, and {:.3f} of `other-noise`; p {:.3f}, Holm's for two {:.3f})"
     assert told.format(np.mean(ignored), np.mean(unchanged), ps[0], evaluation.holm(ps)[0]) in PAGE
@@ -3788,7 +3789,7 @@ def test_the_figures_of_the_text_on_time_outs():
     assert f"other seeds of OneRoom ({np.mean(ignored):.3f}, {np.mean(unchanged):.3f})" in README
     logs = [ROOT / "assets" / "logs" / f"OneRoom-other-noise-{seed}" for seed in range(20, 30)]
     ends = [evaluation.load_curve(log).after for log in logs]
-    assert f"ten runs ended at {min(ends):.3f} to {max(ends):.3f}" in README
+    assert f"(#what-is-each-detail-worth), ended at {min(ends):.3f} to {max(ends):.3f}" in PAGE
     ignored, unchanged, ours = (
         means("OneRoom", x, range(20, 30)) for x in ("time-out-ignored", "other-noise", "VL-DAC")
     )
@@ -3821,6 +3822,13 @@ def test_the_figures_of_the_text_are_those_of_the_logs():
     assert f"With VL-DAC {100 * share:.1f} % of the tokens" in PAGE
     a, b = (np.median(learning(method, "losses/grad_norm_lora")) for method in ("RL4VLM", "VL-DAC"))
     assert f"`losses/grad_norm_lora`: {a:.2f} beside {b:.2f}" in PAGE and round(a / b) == 9
+    folders = [ROOT / "assets" / "logs" / f"OneRoom-RL4VLM-1.0-{seed}" for seed in range(20, 25)]
+    updates = [row for folder in folders for row in evaluation.load_log(folder)[0] if row["update"] > 4]
+    norm = np.median([row["losses/grad_norm_lora"] for row in updates])
+    worst = min(evaluation.load_curve(folder).parsed for folder in folders)
+    assert (
+        f"larger still, {norm:.2f}, and each of [five runs]" in PAGE and f"parses {worst:.3f} or more" in PAGE
+    )
     distances = {}
     for method in names:
         of_runs = [np.mean(run[-10:]) for run in learning(method, "losses/kl_base")]
@@ -3842,7 +3850,11 @@ def test_the_figures_of_the_text_are_those_of_the_logs():
     of_seeds = {method: [curve.mean() for curve in of] for method, of in curves.items()}
     ps = evaluation.holm([evaluation.sign_flip(np.subtract(of_seeds[m], of_seeds["VL-DAC"])) for m in means])
     for (method, of), p in zip(of_seeds.items(), [None, *ps], strict=True):
-        told = f"VL-DAC has a mean of {np.mean(of):.3f}" if p is None else f"({np.mean(of):.3f}, p {p:.3f})"
+        told = (
+            f"VL-DAC has a mean of {np.mean(of):.3f}"
+            if p is None
+            else f"({np.mean(of):.3f}, p (Holm) {p:.3f})"
+        )
         assert told in README, method
     with_ours = [np.corrcoef(of_seeds["VL-DAC"], of_seeds[method])[0, 1] for method in means]
     told = "the correlations are {:.2f} (Eq. 5), {:.2f} (no KL), {:.2f} (RL4VLM) and {:.2f} (LOOP)"
