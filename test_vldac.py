@@ -3704,11 +3704,14 @@ def test_the_figures_of_the_text_on_details():
     begun = evaluation.load_result(ROOT / "assets" / "results" / "OneRoom-start.json")
     assert f"then succeeds in {begun['summary']['success_rate']:.3f} of 200" in README
     details = {
+        3: "first-token",
         4: "value-clipping",
         8: "fp16-head",
         10: "bf16-logprobs",
         11: "start-together",
+        12: "random-action",
         13: "time-out-ignored",
+        15: "one-norm",
         17: "constant-rate",
         18: "drawn-anew",
     }
@@ -3716,6 +3719,16 @@ def test_the_figures_of_the_text_on_details():
         [told] = re.findall(rf"^{number}\. .*\[(.*)\]$", README, re.M)
         p = evaluation.rank_sum(means(name), expected)
         assert f"{np.mean(means(name)):.3f}, p {'< 0.001' if p < 0.001 else f'{p:.3f}'}" in told
+
+    table = re.search(r"^\| run \| undone \|.*?\n\n", PAGE, re.M | re.S)[0]
+    assert {int(number) for number in re.findall(r"\| (\d+) \|$", table, re.M)} == {9, *details}
+    variants = re.findall(r"^\| `(?!other-noise)(\S+)` \|", table, re.M)
+    assert len(variants) == 15 and "Fifteen variants were run" in README
+    rows = [row for log in runs("one-norm") for row in evaluation.load_log(log)[0] if row["update"] > 0]
+    norms = [row["losses/grad_norm_lora"] for row in rows]
+    assert 0.15 < max(norms) < 0.16 and "had a norm of 0.16 or less" in PAGE
+    assert "like that of its ten" in PAGE
+    assert f"{np.mean(means('VL-DAC')):.3f}" == f"{np.mean(means('one-norm')):.3f}"
 
     def tested(name):
         """Of the row of the page's first table with it: mean, p and p (Holm)."""
