@@ -394,8 +394,8 @@ def picture(png) -> str:
     if max(image.size) > 2 * CARD:
         image.thumbnail((2 * CARD, 2 * CARD))
         file = io.BytesIO()
-        image.save(file, "jpeg", quality=70)
-        kind, png = "jpeg", file.getvalue()
+        image.save(file, "webp", quality=50)
+        kind, png = "webp", file.getvalue()
     return f"data:image/{kind};base64," + base64.b64encode(png).decode()
 
 

@@ -195,7 +195,7 @@ details() {
     echo "OneRoom-no-warm-up-$seed vldac.py --env OneRoom --seed $seed --value_warmup 0"
     echo "OneRoom-no-stop-gradient-$seed vldac.py --env OneRoom --seed $seed --stop_grad false"
     echo "OneRoom-constant-rate-$seed vldac.py --env OneRoom --seed $seed --final_learning_rate 1e-3"
-    # Without normalisation the KL term has 5 to 14 times the weight, so once more beside VL-DAC-no-KL.
+    # Without normalisation the KL term has several times the weight, so once more beside VL-DAC-no-KL.
     local options="--env OneRoom --seed $seed --kl_coef 0"
     echo "OneRoom-not-normalised-no-KL-$seed assets/undo.py not-normalised $options"
   done
