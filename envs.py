@@ -5,15 +5,16 @@ One contract, Gymnasium's. Observations are {"image": uint8 (H, W, 3), "text": s
 
     task      what to achieve (required at reset)
     actions   the actions admissible now, as the strings the model must write (required)
-    success   the world's own success flag
+    success   the world's own success flag; None: it has none (so far)
     left      actions left before the time limit
 
 A world may have methods `caption()`, a true one-line description of the scene, and `hint()`, a sensible
 admissible action: the toy model learns to see and speak from them, and no agent is ever shown either.
 
 After `reset(seed=s)` an episode is a function of s and the actions, bit for bit. An action that is not
-admissible costs its step, changes nothing and pays `invalid_reward` (in the card games: see their rules). At
-the time limit `step` returns truncated=True, and terminated=True beside it if that action ended the episode.
+admissible costs its step, changes nothing and pays `invalid_reward` (in the card games: see their rules).
+What belongs to the task ends an episode as terminated, and its reward is learned from. At the time limit
+`step` returns truncated=True: with terminated=False the reward of that step is not learned from.
 
     make_env("OneRoom")                             a world of this file: "vldac/OneRoom-v0" in the registry
     make_env("FrozenLake-v1")                       any environment with Discrete actions and rendered frames
@@ -24,7 +25,6 @@ the time limit `step` returns truncated=True, and terminated=True beside it if t
 import ast
 import contextlib
 import enum
-import faulthandler
 import functools
 import io
 import itertools
@@ -247,6 +247,12 @@ class CardGame(World):
 
     def __init__(self, limit=None, **options):
         super().__init__(min(limit or self.limit, self.limit), **options)
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        if self.taken == type(self).limit:  # a rule of the game, so no time-out; a shorter limit is one
+            terminated = True
+        return observation, reward, terminated, truncated, info
 
     def _frame(self):
         image = Image.new("RGB", (300, 300), self.background)
@@ -890,7 +896,8 @@ class Checked(gym.Wrapper):
         self.actions = actions
         left = self.limit - self.taken
         observation = observation | {"image": observation["image"].copy()}
-        return observation, info | {"left": int(min(left, info.get("left", left)))}
+        left = int(min(left, info.get("left", left)))
+        return observation, info | {"left": left, "success": info.get("success")}
 
     def hint(self):
         """The world's own, if it has one."""
@@ -973,42 +980,39 @@ def random_action(actions, task, rng) -> str:
     return action
 
 
-@contextlib.contextmanager
-def traced(timeout, seed=None, actions=()):
-    """Around calls of an environment: if it raises, a note says how to reproduce it. If it hangs, all ends.
+def describe(env, method) -> str | None:
+    """What a world's `caption` or `hint` says, None if it has no such method."""
+    return env.get_wrapper_attr(method)() if env.has_wrapper_attr(method) else None
 
-    timeout        seconds until the process is ended, with a traceback
-    seed, actions  of the episode; None while the environment is being made
-    """
-    faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__)
+
+@contextlib.contextmanager
+def traced(seed, actions):
+    """Around calls of an environment: if it raises, a note says how to reproduce it."""
     try:
         yield
     except Exception as error:
-        if seed is not None:
-            error.add_note(f"to reproduce: env.reset(seed={seed}), then env.step through {actions}")
+        error.add_note(f"to reproduce: env.reset(seed={seed}), then env.step through {actions}")
         raise
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
-def first_step(env, timeout, seed, action=None):
+def first_step(env, seed, action=None):
     """What an episode shows and pays in its first step, that of an admissible action or of another."""
-    with traced(timeout, seed, []):
+    with traced(seed, []):
         first, info = env.reset(seed=seed)
     if action is None:
         action = random_action(info["actions"], info["task"], random.Random(seed))
-    with traced(timeout, seed, [action]):
+    with traced(seed, [action]):
         second, reward, *_ = env.step(action)
     texts = info["task"], first["text"], second["text"]
     return texts, first["image"].tobytes(), second["image"].tobytes(), reward
 
 
-def check_world(env, timeout):
+def check_world(env):
     """UserError, or the world's own, if it cannot be played, or if equal seeds do not give equal episodes."""
-    first_step(env, timeout, 0, action="")  # a response may name no action
+    first_step(env, 0, action="")  # a response may name no action
     if isinstance(env, Checked):  # not one of ours
         for seed in range(8):
-            if first_step(env, timeout, seed) != first_step(env, timeout, seed):
+            if first_step(env, seed) != first_step(env, seed):
                 words = "reset must call super().reset(seed=seed), and all chance come from self.np_random"
                 raise UserError(f"{env.spec.id}: two episodes of seed {seed} differ: {words}")
     env.close()

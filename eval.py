@@ -8,14 +8,14 @@
     python eval.py hint --env OneRoom                  the world's hints: a scripted policy
     python eval.py compare A.json B.json               paired difference of two results, exact McNemar test
     python eval.py table runs/A runs/B                 the figures of runs, a row each
-    python eval.py methods VL-DAC runs/*               each method against VL-DAC, paired by seed
-    python eval.py unpaired VL-DAC runs/*              the same, of any seeds
+    python eval.py methods runs/*                      the figures of methods, each tested against the first
     python eval.py plot runs/A runs/B random.json      learning curves, results as dashed lines
 
-All but the last five play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
+All but the last four play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
 trains, and write to --out FILE. `page` plays as many as the run's own evaluations (20 if it had none). --mode
 greedy takes the likeliest tokens. Options given here win over those of the run. For plot, --out FILE comes
-last. A run may be one of RL4VLM or of LOOP (assets/) too.
+last. A run may be one of RL4VLM or of LOOP (extras/) too; table, methods and plot also take a log file of
+docs/logs.
 """
 
 import base64
@@ -79,39 +79,6 @@ def mcnemar(won, lost):
     return min(1.0, 2 * tail / 2 ** (won + lost))
 
 
-def sign_flip(differences) -> float:
-    """Exact two-sided p of the hypothesis that paired differences are symmetric about 0 (Fisher 1935).
-
-    Under it each difference is as likely with the opposite sign: p is the share of the 2^n choices of signs
-    whose sum is as far from 0 as the one seen, or farther. So three pairs cannot give less than 1/4.
-
-    >>> sign_flip([3, 1, 2]), sign_flip([3, -1, 2])  # the eight sums are 6, 4, 2, 0, 0, -2, -4, -6
-    (0.25, 0.5)
-    """
-    sums = np.zeros(1)
-    for x in differences:
-        sums = np.concatenate([sums + x, sums - x])
-    return np.mean(abs(sums) >= abs(sum(differences)) - 1e-9).item()
-
-
-def interval_of_mean(differences, alpha=0.05) -> tuple[float, float]:
-    """From the lowest to the highest mean which `sign_flip` does not reject at the level alpha.
-
-    A mean is not rejected if the test of (differences - mean) gives p > alpha. The ends are the k-th smallest
-    and the k-th largest of the means of all subsets, k = alpha / 2 * 2^n rounded down (Hartigan 1969). At the
-    level 0.05, fewer than six differences reject nothing.
-
-    >>> interval_of_mean([0, 2, 4, 6, 8, 10, 12])  # k = 3; the smallest are 0, (0 + 2) / 2, and 2
-    (2.0, 10.0)
-    """
-    sums, sizes = np.zeros(1), np.zeros(1)
-    for x in differences:
-        sums, sizes = np.concatenate([sums, sums + x]), np.concatenate([sizes, sizes + 1])
-    means = np.sort(sums[1:] / sizes[1:])  # without the empty subset
-    k = int(alpha / 2 * 2 ** len(differences))
-    return (means[k - 1].item(), means[-k].item()) if k else (-math.inf, math.inf)
-
-
 def rank_sum(a, b) -> float:
     """Exact two-sided p of the hypothesis that two groups come from one distribution (Wilcoxon 1945).
 
@@ -133,55 +100,36 @@ def rank_sum(a, b) -> float:
     return (ways[-1, far].sum() / ways[-1].sum()).item()
 
 
-def holm(ps) -> list[float]:
-    """P-values corrected for their number (Holm 1979): the smallest times n, the next times n - 1, ...
-
-    None is below the one before it.
-
-    >>> holm([0.01, 0.04, 0.03])  # 3 * 0.01, then 2 * 0.03, and not 1 * 0.04
-    [0.03, 0.06, 0.06]
-    >>> holm([0.7, 0.8])
-    [1.0, 1.0]
-    """
-    corrected, largest = [0.0] * len(ps), 0.0
-    for rank, k in enumerate(np.argsort(ps)):
-        largest = max(largest, min(1.0, (len(ps) - rank) * ps[k]))
-        corrected[k] = largest
-    return corrected
-
-
 def summarize(episodes) -> dict:
     """Every figure of a result, from its episodes."""
     result = vldac.summary(episodes)
-    successes = sum(episode["success"] for episode in episodes)
+    successes = sum(episode["success"] is True for episode in episodes)
     steps = sum(episode["length"] for episode in episodes)
-    tokens = sum(episode["tokens"] for episode in episodes)
-    return result | {"interval": wilson(successes, len(episodes)), "response_tokens": tokens / steps}
-
-
-def rate_of(result):
-    """The name of a result's rate, and the rate: in a world without a flag, that of positive returns."""
-    summary = result["summary"]
-    name = "success_rate" if "success_rate" in summary else "positive_return"
-    return name.removesuffix("_rate").replace("_", " "), summary[name]
+    captions = sum(episode["captions"] for episode in episodes)
+    if result["success_rate"] is not None:
+        result["interval"] = wilson(successes, len(episodes))
+    if captions:
+        result["thought_agreement"] = sum(episode["true"] for episode in episodes) / captions
+    return result | {"response_tokens": sum(episode["tokens"] for episode in episodes) / steps}
 
 
 def describe(result) -> str:
     """A line about a result.
 
-    >>> episode = {"seed": 0, "success": True, "return": 1.0, "length": 4, "flagged": True}
-    >>> episodes = [episode | {"invalid": 1, "tokens": 36, "captions": 0, "true": 0}] * 2
+    >>> episode = {"seed": 0, "success": True, "return": 1.0, "length": 4, "invalid": 1}
+    >>> episodes = [episode | {"tokens": 36, "captions": 0, "true": 0}] * 2
     >>> result = {"player": "start", "mode": "greedy", "task": {"env": "OneRoom"}, "episodes": episodes}
     >>> describe(result | {"summary": summarize(episodes)})
     'OneRoom, start, greedy, 2 episodes: success 1.000 (0.342-1.000), return 1.000, length 4.0'
     """
     summary = result["summary"]
-    name, rate = rate_of(result)
-    low, high = summary["interval"]
+    success = "no success flag"
+    if summary["success_rate"] is not None:
+        low, high = summary["interval"]
+        success = f"success {summary['success_rate']:.3f} ({low:.3f}-{high:.3f})"
     player = ", ".join(filter(None, [result["player"], result["mode"]]))
     return (
-        f"{result['task']['env']}, {player}, {len(result['episodes'])} episodes: "
-        f"{name} {rate:.3f} ({low:.3f}-{high:.3f}), "
+        f"{result['task']['env']}, {player}, {len(result['episodes'])} episodes: {success}, "
         f"return {summary['episodic_return']:.3f}, length {summary['episodic_length']:.1f}"
     )
 
@@ -198,6 +146,7 @@ class Moment:
     tokens: list[tuple[str, float]]  # of the response: text and probability
     action: str | None
     reward: float
+    timed_out: bool
     value: float | None  # the critic's, before the step; None if there is no critic
 
 
@@ -211,7 +160,7 @@ class Recording:
 
     def outcome(self):
         """In words, and a colour."""
-        if not self.result["flagged"]:
+        if self.result["success"] is None:
             return "no success flag", "gray"
         return ("success", "green") if self.result["success"] else ("failure", "red")
 
@@ -254,7 +203,8 @@ def recorded(act, recordings):
         for i, (player, step) in enumerate(zip(players, steps, strict=True)):
             said = tokens_of(policy, step.tokens, logprobs[i])
             value = values[i].item() if policy.args.vf_coef > 0 else None  # LOOP has no critic
-            moment = Moment(png(frames[i]), step.response, said, step.action, step.reward, value)
+            seen = png(frames[i])
+            moment = Moment(seen, step.response, said, step.action, step.reward, step.timed_out, value)
             recording = recordings.setdefault(player.seed, Recording([]))
             recording.moments.append(moment)
             if step.done:
@@ -263,6 +213,27 @@ def recorded(act, recordings):
         return steps
 
     return recording_act
+
+
+def counted(act, counts):
+    """The same as `act`; it also adds to `counts`, by seed, tokens, and how many thoughts are true.
+
+    A thought is true if it is the world's caption, which the toy was taught to say.
+    """
+
+    def counting_act(policy, players):
+        captions = [None] * len(players)
+        if policy:  # a scripted player has no thoughts
+            captions = [envs.describe(player.env, "caption") for player in players]
+        steps = act(policy, players)
+        for player, caption, step in zip(players, captions, steps, strict=True):
+            count = counts.setdefault(player.seed, {"tokens": 0, "captions": 0, "true": 0})
+            count["tokens"] += len(step.tokens)
+            count["captions"] += caption is not None
+            count["true"] += caption is not None and json.dumps(caption) in step.response
+        return steps
+
+    return counting_act
 
 
 # --------------------------------------------------------------------------------------------- the players
@@ -275,12 +246,12 @@ def scripted(command):
         steps = []
         for player in players:
             if command == "hint":
-                action = player.describe("hint")
+                action = envs.describe(player.env, "hint")
             else:
                 # A function of the seed, so that it does not matter what plays beside it.
-                action = player.random_action(random.Random(f"{player.seed} {len(player.actions)}"))
-            reward, done = player.step(action)
-            steps.append(vldac.Step({}, torch.zeros(0), "", action, reward, done))
+                rng = random.Random(f"{player.seed} {len(player.actions)}")
+                action = envs.random_action(player.info["actions"], player.task, rng)
+            steps.append(vldac.Step({}, torch.zeros(0), "", action, *player.step(action)))
         return steps
 
     return act
@@ -295,7 +266,7 @@ def evaluate(command, args, checkpoint=None, recordings=None):
 
     checkpoint  the folder of the run whose checkpoint.pt has the weights; None: those of --adapter, or none
     """
-    envs.check_world(vldac.Player(args).env, args.env_timeout)
+    envs.check_world(vldac.Player(args).env)
     result = {"player": command, "mode": None, "model": None, "weights": None, "seed": args.seed}
     if command in ("random", "hint"):
         act, policy = scripted(command), None
@@ -312,24 +283,30 @@ def evaluate(command, args, checkpoint=None, recordings=None):
         act = recorded(act, recordings)
     players = [vldac.Player(args) for _ in range(min(args.episodes, args.num_envs))]
     players[0].reset(0)
-    if command == "hint" and players[0].describe("hint") is None:
+    if command == "hint" and envs.describe(players[0].env, "hint") is None:
         raise UserError(f"{args.env} gives no hint")
     result["task"] = {name: getattr(args, name) for name in TASK}
     result["task"]["max_episode_steps"] = players[0].info["left"]  # the limit that holds
-    episodes = vldac.evaluate(policy, players, range(args.episodes), act)
+    counts = {}
+    episodes = vldac.evaluate(policy, players, range(args.episodes), counted(act, counts))
+    episodes = [episode | counts[episode["seed"]] for episode in episodes]
     return result | {"summary": summarize(episodes), "episodes": episodes}
 
 
 # ------------------------------------------------------------------------------------- a page about a run
 
 
-def load_log(folder):
-    """A run's rows and options; UserError if it is none."""
+def load_log(path):
+    """A run's rows and options, of its folder or of a log file in docs/logs; UserError if it is none."""
+    path = Path(path)
     try:
-        rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-        return rows, json.loads((folder / "args.json").read_text())
+        if path.is_dir():
+            rows = [json.loads(line) for line in (path / "log.jsonl").read_text().splitlines()]
+            return rows, json.loads((path / "args.json").read_text())
+        options, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+        return rows, options
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is not the folder of a run: {error}") from None
+        raise UserError(f"{path} is neither the folder of a run nor its log: {error}") from None
 
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -359,7 +336,6 @@ Above the frames: V as a line, rewards as bars.
 
 CHARTS = {
     "charts/success_rate": "success, last 100 episodes",
-    "charts/positive_return": "positive return, last 100 episodes",
     "charts/episodic_return": "return, last 100 episodes",
     "charts/invalid_action_rate": "responses without admissible action",
     "losses/kl_base": "KL to the model before training, nats per token",
@@ -453,6 +429,8 @@ def strip(seed, recording, gamma, gae_lambda) -> str:
         dones = torch.zeros(len(moments), 1)
         dones[-1] = 1
         rewards, values = column[:, :1], column[:, 1:]  # (T, 1)
+        if moments[-1].timed_out:
+            rewards[-1] = values[-1]  # as vldac.add_advantages has it
         advantages, _ = vldac.gae(rewards, values, torch.zeros(1), dones, gamma, gae_lambda)
         advantages = advantages[:, 0].tolist()
     cards = []
@@ -478,16 +456,18 @@ def page(folder, result, recordings) -> str:
     for key, title in CHARTS.items():
         points = [(row["global_step"], row[key]) for row in rows if row.get(key) is not None]
         if points:
-            is_rate = key in ("charts/success_rate", "charts/positive_return")
-            charts.append(chart(title, points, top=1.0 if is_rate else 1e-3))
+            charts.append(chart(title, points, top=1.0 if key == "charts/success_rate" else 1e-3))
     for row in rows:
-        cells = [f"{key[5:].replace('_', ' ')} {x:.3g}" for key, x in row.items() if key.startswith("eval/")]
+        cells = []
+        for key, x in row.items():
+            if key.startswith("eval/") and x is not None:
+                cells.append(f"{key[5:].replace('_', ' ')} {x:.3g}")
         if cells:
             evaluations.append(f"<tr><td>after {row['global_step']:,} steps<td>" + "<td>".join(cells))
     moments = [moment for recording in recordings.values() for moment in recording.moments]
     critic = any(moment.value is not None for moment in moments)
     discounts = {name: options[name] for name in ("gamma", "gae_lambda")}
-    won = [seed for seed in sorted(recordings) if recordings[seed].result["success"]]
+    won = [seed for seed in sorted(recordings) if recordings[seed].result["success"] is True]
     lost = [seed for seed in sorted(recordings) if seed not in won]
     return PAGE.format(
         title=html.escape(folder.resolve().name),
@@ -522,7 +502,9 @@ def compare(path_a, path_b) -> str:
         differing.append("seeds")
     if differing:
         raise UserError(f"{path_a} and {path_b} differ in {', '.join(differing)} and cannot be compared")
-    pairs = [(x["success"], y["success"]) for x, y in zip(a["episodes"], b["episodes"], strict=True)]
+    pairs = []
+    for x, y in zip(a["episodes"], b["episodes"], strict=True):
+        pairs.append((x["success"] is True, y["success"] is True))
     won, lost = pairs.count((False, True)), pairs.count((True, False))
     return (
         f"A: {describe(a)}\nB: {describe(b)}\nB - A: {(won - lost) / len(pairs):+.3f} "
@@ -535,79 +517,47 @@ class Curve:
     """What a table or a plot shows of a run."""
 
     world: str
-    label: str  # the run's name without world and seed
+    label: str  # the run's name without world and seed: the method
     seed: int
-    budget: int  # environment steps that were planned
-    ended: int | None  # where a run ended before them
-    steps: np.ndarray  # (updates,)
-    rates: np.ndarray  # (updates,) success, of the last 100 episodes
+    steps: np.ndarray  # (updates + 1,) from 0 on
+    rates: np.ndarray  # (updates + 1,) success of the last 100 episodes; *before* until there is a first one
     before: float | None  # success on the fixed seeds
     after: float | None
     parsed: float  # of the responses at the end
-    options: dict  # but for those in which the runs of a group may differ
-    agreement: float | None  # true thoughts at the end
-
-    def whole(self):
-        """Steps and rates from step 0 to the budget.
-
-        Until the first rate it is that before training (if it was not measured, the first rate). A run that
-        ended before its budget keeps its last rate, as it keeps its last weights.
-        """
-        start = self.rates[0] if self.before is None else self.before
-        end = np.interp(self.budget, self.steps, self.rates)  # LOOP's last episodes may end beyond the budget
-        inside = self.steps < self.budget
-        steps = [0, min(self.steps[0], self.budget), *self.steps[inside], self.budget]
-        return steps, [start, start, *self.rates[inside], end]
 
     def mean(self) -> float:
-        """Success in the mean over the budget: the area under `whole`, divided by the budget."""
-        steps, rates = self.whole()
-        return np.trapezoid(rates, steps).item() / self.budget
+        """Success averaged over the run, from step 0 to its end.
+
+        >>> steps, rates = np.array([0, 10, 30]), np.array([0.2, 0.2, 0.6])
+        >>> Curve("OneRoom", "VL-DAC", 0, steps, rates, 0.2, 0.6, 1.0).mean()  # (10 * 0.2 + 20 * 0.4) / 30
+        0.3333333333333333
+        """
+        return np.trapezoid(self.rates, self.steps).item() / self.steps[-1].item()
 
 
-# What runs of one name may differ in, besides their seed.
-MAY_DIFFER = "seed run_name runs_dir commit device env_timeout track micro_batch_size eval_every".split()
-
-
-def load_curve(folder) -> Curve:
+def load_curve(path) -> Curve:
     """A run's curve; UserError if there is none yet."""
-    rows, args = load_log(folder)
-    last = {}
-    for row in rows:
-        last |= row  # the last value of each key
-    name = "success_rate" if last.get("charts/success_rate") is not None else "positive_return"
-    key = f"charts/{name}"
-    points = [(row["global_step"], row[key]) for row in rows if row.get(key) is not None]
-    if not points:
-        raise UserError(f"{folder} has no success rate yet")
-    steps, rates = np.array(points).T
+    rows, args = load_log(path)
+    evaluations = [row for row in rows if "eval/success_rate" in row]
+    rates = [row.get("charts/success_rate") for row in rows if row["update"] > 0]
+    known = [rate for rate in rates if rate is not None]
+    if not known:
+        raise UserError(f"{path} has no success rate yet")
+    before = evaluations[0]["eval/success_rate"] if evaluations else None
+    start = known[0] if before is None else before
+    last = rows[-1]
+    after = evaluations[-1] if len(evaluations) > 1 else {}
     world = re.sub(r"[^\w.-]+", "-", args["env"])  # as in the run's name
-    label = folder.name.removeprefix(f"{world}-").removesuffix(f"-{args['seed']}")
-    evaluations = []
-    for row in rows:
-        if f"eval/{name}" in row:
-            evaluations.append({key.removeprefix("eval/"): x for key, x in row.items()})
-    end = evaluations[-1] if len(evaluations) > 1 else {}
-    path = folder / "eval" / f"{world}-run-sampled-200.json"
-    if path.exists():
-        result = load_result(path)
-        of_the_end = f"checkpoint.pt, update {last['update']}"
-        if result.get("weights") == of_the_end and result["task"].get("split") == "eval":
-            end = result["summary"]
-    a_rollout = args["num_envs"] * args["num_steps"]  # what is left at the end may be less
+    name = Path(path).name.removesuffix(".jsonl")
     return Curve(
         world=args["env"],
-        label=label,
+        label=name.removeprefix(f"{world}-").removesuffix(f"-{args['seed']}"),
         seed=args["seed"],
-        budget=args["total_timesteps"],
-        ended=last["global_step"] if last["global_step"] + a_rollout <= args["total_timesteps"] else None,
-        steps=steps,
-        rates=rates,
-        before=evaluations[0][name] if evaluations else None,
-        after=end.get(name),
-        parsed=1 - end.get("invalid_action_rate", last["charts/invalid_action_rate"]),
-        options={name: x for name, x in args.items() if name not in MAY_DIFFER},
-        agreement=None if args.get("words") else end.get("thought_agreement"),  # filler.py's are longer
+        steps=np.array([0] + [row["global_step"] for row in rows if row["update"] > 0]),
+        rates=np.array([start] + [start if rate is None else rate for rate in rates]),
+        before=before,
+        after=after.get("eval/success_rate"),
+        parsed=1 - after.get("eval/invalid_action_rate", last["charts/invalid_action_rate"]),
     )
 
 
@@ -621,138 +571,59 @@ def rounded(x, digits=2) -> str | None:
     return None if x is None else f"{x:.{digits}f}"
 
 
-def of_p(p) -> str:
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def table(folders) -> str:
+def table(paths) -> str:
     """A row for every run."""
     lines = []
-    for folder in folders:
-        curve = load_curve(Path(folder))
+    for path in paths:
+        curve = load_curve(path)
         solved = curve.steps[curve.rates >= 0.8]
         lines.append(
             [
                 curve.world,
-                curve.label if curve.ended is None else f"{curve.label}, ended at step {curve.ended:,}",
+                curve.label,
                 str(curve.seed),
                 rounded(curve.before),
                 rounded(curve.after, 3),
                 rounded(curve.rates[-1]),
                 rounded(curve.mean(), 3),
-                f"{solved[0]:,.0f}" if len(solved) else "never",
+                f"{solved[0]:,}" if len(solved) else "never",
                 rounded(curve.parsed, 3),
-                rounded(curve.agreement),
             ]
         )
-    names = ["world", "run", "seed", "before", "after", "last 100", "mean", "steps to 0.8"]
-    return lines_of_table([*names, "parsed", "true thoughts"], lines)
-
-
-def paired(baseline, folders):
-    """Runs by (world, method), each by seed, and the differences of their means from the baseline's."""
-    groups, differences = {}, {}
-    for group in groups_of([load_curve(Path(folder)) for folder in folders]):
-        groups[group[0].world, group[0].label] = sorted(group, key=lambda curve: curve.seed)
-    for (world, label), group in groups.items():
-        base = groups.get((world, baseline), [])
-        if [(curve.seed, curve.budget) for curve in group] != [(curve.seed, curve.budget) for curve in base]:
-            raise UserError(f"the seeds or budgets of {label} in {world} are not those of {baseline}")
-        pairs = zip(group, base, strict=True)
-        differences[world, label] = [curve.mean() - other.mean() for curve, other in pairs]
-    return groups, differences
-
-
-def number_of(group) -> str:
-    """How many runs, and how many of them ended early."""
-    ended = sum(curve.ended is not None for curve in group)
-    return f"{len(group)}, {ended} ended early" if ended else str(len(group))
-
-
-def means_of(group) -> list[str | None]:
-    """What a table says of several runs: before, after (worst and best run), parsed, true thoughts."""
-    cells = []
-    for name, digits in (("before", 2), ("after", 3), ("parsed", 3), ("agreement", 2)):
-        values = [getattr(curve, name) for curve in group]
-        cell = None if None in values else rounded(np.mean(values), digits)
-        if cell and name == "after":
-            cell += f" ({rounded(min(values), digits)}-{rounded(max(values), digits)})"
-        cells.append(cell)
-    return cells
-
-
-def methods(baseline, folders) -> str:
-    """A row for every method: its means over seeds, and its paired differences from the baseline.
-
-    In brackets, the worst and the best seed. With six seeds or more the differences are tested; with fewer,
-    which cannot give p < 0.05, each of them is shown.
-    """
-    groups, differences = paired(baseline, folders)
-    worlds = dict.fromkeys(world for world, _ in groups)
-    few = min(map(len, groups.values())) < 6
-    columns = [f"minus {baseline}"] + (["seed by seed"] if few else ["95 % interval", "p", "p (Holm)"])
-    if len(groups) == len(worlds):
-        columns = []
-    lines = []
-    for world in worlds:
-        others = [label for w, label in groups if w == world and label != baseline]
-        ps = [sign_flip(differences[world, label]) for label in others]
-        cells = {baseline: [None] * len(columns)}
-        for label, p, corrected in zip(others, ps, holm(ps), strict=True):
-            pairs = differences[world, label]
-            low, high = interval_of_mean(pairs)
-            test = [f"{low:+.3f} to {high:+.3f}", of_p(p), of_p(corrected)]
-            each = [" ".join(f"{difference:+.2f}" for difference in pairs)]
-            cells[label] = [f"{np.mean(pairs):+.3f}", *(each if few else test)]
-        for label in [baseline, *others]:
-            group = groups[world, label]
-            mean = rounded(np.mean([curve.mean() for curve in group]), 3)
-            lines.append([world, label, number_of(group), mean, *cells[label], *means_of(group)])
-    names = ["world", "method", "runs", "mean", *columns, "before", "after", "parsed", "true thoughts"]
-    if len(worlds) == 1:  # the caller knows it, and the table is wide
-        names, lines = names[1:], [line[1:] for line in lines]
+    names = ["world", "run", "seed", "before", "after", "last 100", "mean", "steps to 0.8", "parsed"]
     return lines_of_table(names, lines)
 
 
-def unpaired(baselines, folders) -> str:
-    """A row for every method, whose runs are tested against all those of the baselines, of whatever seeds."""
-    control, others = [], []
-    for group in groups_of([load_curve(Path(folder)) for folder in folders]):
-        if group[0].label in baselines:
-            control += group
-        else:
-            others.append(group)
-    found = {curve.label for curve in control}
-    if found != set(baselines) or not others or len({group[0].world for group in [control, *others]}) > 1:
-        raise UserError(f"this compares runs of one world with those of {' and '.join(baselines)}")
-    expected = [curve.mean() for curve in control]
-    ps = [rank_sum([curve.mean() for curve in group], expected) for group in others]
-    lines = [[", ".join(baselines), *each_and_mean(control), None, None, None, *means_of(control)]]
-    for group, p, corrected in zip(others, ps, holm(ps), strict=True):
-        difference = np.mean([curve.mean() for curve in group]) - np.mean(expected)
-        test = [f"{difference:+.3f}", of_p(p), of_p(corrected)]
-        lines.append([group[0].label, *each_and_mean(group), *test, *means_of(group)])
-    names = ["method", "runs", "each run", "mean", "difference", "p", "p (Holm)"]
-    return lines_of_table([*names, "before", "after", "parsed", "true thoughts"], lines)
+def mean_of(group, name, digits) -> str | None:
+    """The mean of a figure over runs; None where a run has not measured it."""
+    values = [getattr(curve, name) for curve in group]
+    return None if None in values else rounded(np.mean(values), digits)
 
 
-def each_and_mean(group) -> list[str]:
-    means = [curve.mean() for curve in group]
-    return [number_of(group), " ".join(f"{x:.2f}" for x in means), rounded(np.mean(means), 3)]
+def methods(paths) -> str:
+    """A row for every method: figures of success averaged over the run, and means of the others.
+
+    p is that of the exact rank-sum test of these averages against those of the world's first method.
+    """
+    lines, first = [], {}
+    for (world, label), group in groups_of(paths).items():
+        averages = [curve.mean() for curve in group]
+        p = f"{rank_sum(averages, first[world]):.3f}" if world in first else None
+        first.setdefault(world, averages)
+        worst, mean, best = (rounded(x, 3) for x in (min(averages), np.mean(averages), max(averages)))
+        rest = [mean_of(group, "before", 2), mean_of(group, "after", 3), mean_of(group, "parsed", 3)]
+        lines.append([world, label, str(len(group)), worst, mean, best, *rest, p])
+    names = ["world", "method", "runs", "worst", "mean", "best", "before", "after", "parsed", "p"]
+    return lines_of_table(names, lines)
 
 
-def groups_of(curves) -> list[list[Curve]]:
-    """Curves that differ in the seed only, together, in the order of the first of them."""
+def groups_of(paths) -> dict[tuple[str, str], list[Curve]]:
+    """The runs of each (world, method), in the order of the first of them."""
     groups = {}
-    for curve in curves:
+    for path in paths:
+        curve = load_curve(path)
         groups.setdefault((curve.world, curve.label), []).append(curve)
-    for (world, label), group in groups.items():
-        first = group[0].options
-        for curve in group:
-            different = [name for name, x in curve.options.items() if x != first.get(name)]
-            if different:
-                raise UserError(f"runs of {label} in {world} differ in {', '.join(different)}")
-    return list(groups.values())
+    return groups
 
 
 def new_figure(width, height):
@@ -767,8 +638,8 @@ def new_figure(width, height):
 def plot(paths, out):
     """Learning curves: a panel per world; seeds as thin lines, their mean as a thick one, results dashed."""
     results = {path: load_result(path) for path in paths if path.endswith(".json")}
-    groups = groups_of([load_curve(Path(path)) for path in paths if not path.endswith(".json")])
-    worlds = [group[0].world for group in groups] + [result["task"]["env"] for result in results.values()]
+    groups = groups_of([path for path in paths if path not in results])
+    worlds = [world for world, _ in groups] + [result["task"]["env"] for result in results.values()]
     worlds = list(dict.fromkeys(worlds))
     columns = min(2, len(worlds))
     rows = math.ceil(len(worlds) / columns)
@@ -776,21 +647,20 @@ def plot(paths, out):
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     axes = dict(zip(worlds, panels, strict=False))
     handles, colors = {}, {}  # by name: the same in every panel
-    for group in groups:
-        name = f"{group[0].label}, mean and each seed" if len(group) > 1 else group[0].label
+    for (world, label), group in groups.items():
+        name = f"{label}, mean and each seed" if len(group) > 1 else label
         color = colors.setdefault(name, f"C{len(colors)}")
-        start, end = max(curve.steps[0] for curve in group), min(curve.steps[-1] for curve in group)
         steps = np.unique(np.concatenate([curve.steps for curve in group]))
-        steps = steps[(steps >= start) & (steps <= end)]  # those that all runs have reached
+        steps = steps[steps <= min(curve.steps[-1] for curve in group)]  # those that all runs have reached
         rates = np.array([np.interp(steps, curve.steps, curve.rates) for curve in group])  # (runs, steps)
-        axis = axes[group[0].world]
+        axis = axes[world]
         (handles[name],) = axis.plot(steps, rates.mean(0), color=color, label=name)
         axis.plot(steps, rates.T, color=color, alpha=0.4, linewidth=0.8)
     for path, result in results.items():
         name = {"random": "random actions", "hint": "scripted policy"}.get(result["player"], Path(path).stem)
         color = colors.setdefault(name, f"C{len(colors)}")
-        _, rate = rate_of(result)
         axis = axes[result["task"]["env"]]
+        rate = result["summary"]["success_rate"]
         handles[name] = axis.axhline(rate, linestyle="--", color=color, label=name)
     for world, axis in axes.items():
         axis.set(
@@ -879,12 +749,10 @@ def main(argv=None):
                 report(result, args, Path(folder), page(Path(folder), result, recordings))
             case ["compare", a, b]:
                 print(compare(a, b))
-            case ["table", *folders] if folders:
-                print(table(folders))
-            case ["methods", baseline, *folders] if folders:
-                print(methods(baseline, folders))
-            case ["unpaired", baselines, *folders] if folders:
-                print(unpaired(baselines.split(","), folders))
+            case ["table", *paths] if paths:
+                print(table(paths))
+            case ["methods", *paths] if paths:
+                print(methods(paths))
             case ["plot", *paths, "--out", out] if paths:
                 plot(paths, out)
             case ["plot", *paths] if paths:

@@ -19,7 +19,7 @@ Letters: N environments of a process, T steps per rollout, B environment steps (
 it), P prompt length, R response length (both padded), H hidden size. Tensors (T, N) and (B,) are per
 environment step, (B, R) per token. "Deviation n" says where the code differs from the paper or its released
 code, and why.
-Where to begin: `train`. Without a GPU the model is a toy, a tiny VLM that assets/toy.py first teaches to see
+Where to begin: `train`. Without a GPU the model is a toy, a tiny VLM that extras/toy.py first teaches to see
 and to speak by imitation, so that one can watch the algorithm on a laptop.
 
     python vldac.py --env OneRoom                  Qwen2-VL-7B where there is a GPU, else a toy model
@@ -39,7 +39,6 @@ import random
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 import time
 import types
@@ -49,7 +48,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -75,16 +74,19 @@ BAR_INTERVAL = 0.1 if sys.stderr.isatty() else 10  # seconds between two states 
 
 @dataclass
 class Args:
-    """Every option and its default. Most are those of the paper's Table 6; assets/README.md says which."""
+    """Every option and its default. Where they are from is in docs/guide.md.
 
-    program: ClassVar[str] = "vldac.py"  # no option: the script that they belong to
+    The rule: the paper's Table 6 where it speaks, else the effective value of the released code, unless that
+    is a bug. `Args(...)` alone knows nothing of what some worlds and the toy change in it: `parse_args` does.
+    """
+
     env: str = "OneRoom"  # a world of envs.py, a Gymnasium id, or module:id (of your own, say)
     model: str | None = None  # hub name, folder or "tiny", the toy; default: Qwen2-VL-7B with CUDA, else tiny
     adapter: str | None = None  # folder of a trained adapter to start from
     split: Literal["train", "eval"] = "train"  # which games or goals, in worlds that have a fixed set of them
     seed: int = 0
     device: str | None = None  # default: cuda where there is one, else cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the base model; auto: bfloat16 on a GPU
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the base; auto: bfloat16 on a GPU that has it
     # rollout
     total_timesteps: int = 51_200  # environment steps
     num_envs: int = 16
@@ -92,7 +94,7 @@ class Args:
     max_episode_steps: int | None = None  # default: the world's own limit
     invalid_reward: float | None = None  # for a response without admissible action; default: the world's own
     num_images: int = 4  # newest frames in the prompt
-    max_image_tokens: int = 256  # per frame, where the processor can be told
+    max_image_tokens: int = 256  # per frame, if the processor can be told; Qwen3-VL enlarges small frames
     temperature: float = 1.0
     max_new_tokens: int = 256
     # update
@@ -116,36 +118,43 @@ class Args:
     value_hidden: list[int] = field(default_factory=lambda: [3072, 2048])  # layers of the value head
     gradient_checkpointing: bool = False  # slower, for most of the activation memory
     # the run
-    eval_episodes: int = 0  # on fixed seeds, before and after training; 0: none; the best adapter is in best/
+    eval_episodes: int = 50  # on fixed seeds, before and after training, the best adapter to best/; 0: none
     eval_every: int = 0  # updates between further such evaluations
-    env_timeout: float = 600.0  # seconds a step or reset of an environment may take before the run is ended
     run_name: str | None = None
     runs_dir: str = "runs"
     resume: str | None = None  # the folder of a run to continue
     track: bool = False  # send the numbers to Weights & Biases too
 
+    def __post_init__(self):
+        if self.env.startswith("vldac/"):  # the full Gymnasium id of a world of envs.py
+            self.env = self.env.removeprefix("vldac/").removesuffix("-v0")
+        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        cuda = self.device.startswith("cuda")
+        self.model = self.model or ("Qwen/Qwen2-VL-7B-Instruct" if cuda else "tiny")
+        if self.dtype == "auto":
+            # A card without bfloat16 of its own emulates it, slowly.
+            native = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+            self.dtype = "bfloat16" if native else "float32"
+
 
 # What worlds change in Args, and what the toy does. The world wins over the toy (but for
 # gradient_checkpointing), and the command line over both.
-CARDS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0, "total_timesteps": 51_200}  # to win over TOY's
+CARDS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0}
 LONG_PROMPTS = {"num_images": 1, "gradient_checkpointing": True}
 WORLDS = {
-    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),
-    "NumberLine": CARDS | {"total_timesteps": 12_288},
-    **dict.fromkeys(["EZPoints", "Points24", "Blackjack"], CARDS),
+    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # to win over TOY's
+    **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARDS),
     **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPTS),
 }
 TOY = {
-    "total_timesteps": 25_600,
+    "total_timesteps": 15_360,
     "num_images": 1,
     "max_image_tokens": 16,
     "max_new_tokens": 40,
     "micro_batch_size": 64,
-    "value_warmup": 4,  # 4 x 32 steps, MiniWorld's limit: the critic has seen all of an episode
     "learning_rate": 1e-3,
     "final_learning_rate": 2e-5,
     "value_hidden": [256, 256],
-    "eval_episodes": 50,
 }
 
 
@@ -295,13 +304,13 @@ def value_loss(values, returns):
     return 0.5 * (values - returns).pow(2).mean()
 
 
-def kl_loss(newlogprobs, logprobs, mask):
+def kl_old(newlogprobs, logprobs, mask):
     """D_KL(new || old) in nats per token, from tokens the old policy sampled (Eq. 5): r log r - (r - 1).
 
     newlogprobs, logprobs, mask  (B, R) as in policy_loss; r = new / old. Never negative. In expectation,
     both its value and its gradient are those of the divergence.
 
-    >>> kl_loss(torch.full((1, 1), math.log(2.0)), torch.zeros(1, 1), torch.ones(1, 1))  # 2 log 2 - 1
+    >>> kl_old(torch.full((1, 1), math.log(2.0)), torch.zeros(1, 1), torch.ones(1, 1))  # 2 log 2 - 1
     tensor(0.3863)
     """
     logratio = (newlogprobs - logprobs).masked_fill(mask == 0, 0)
@@ -313,6 +322,7 @@ def kl_base(newlogprobs, baselogprobs, mask):
 
     newlogprobs, baselogprobs, mask  (B, R). On tokens sampled from `new`, its value estimates
     D_KL(new || base) and its gradient is that of D_KL(base || new): it pulls up what the base would say.
+    `update` has tokens of the policy before the update, and does not weight them (neither does GRPO).
     The base is the model without its adapter, also in a run that started from a trained adapter.
     Source: Schulman's estimator k3.
 
@@ -327,39 +337,78 @@ def kl_base(newlogprobs, baselogprobs, mask):
 
 # --------------------------------------------------------------------------------------------- the policy
 
-# Deviation 6: LoRA on the linear layers of the language model only, in every supported family (Qwen2-VL,
-# 2.5 and 3, Gemma 3, SmolVLM). The released code's names also match parts of some vision towers.
-LORA_TARGETS = (
-    r"(model\.)?(language_model|text_model)\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-)
-
 
 def load_processor(path, max_image_tokens):
-    """A model's processor: chat template, tokenizer, images (Qwen's of at most max_image_tokens)."""
+    """A model's processor: chat template, tokenizer, images of max_image_tokens at most, if it can be told."""
     cls = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path))]
 
-    class WithoutVideo(cls):
-        """AutoProcessor would load a video processor too, which needs torchvision. Here it may be None."""
+    class ImagesAndText(cls):
+        """AutoProcessor would load video processors too, which need torchvision. Here they may be None."""
 
         def check_argument_for_proper_class(self, name, argument):
-            if name != "video_processor":
+            if argument is not None:
                 super().check_argument_for_proper_class(name, argument)
 
-    WithoutVideo.__name__ = cls.__name__  # the name is looked up in the processor's configuration
-    images = transformers.AutoImageProcessor.from_pretrained(path)
-    if hasattr(images, "merge_size"):  # Qwen: a token is merge_size x merge_size patches; "edges" are areas
+    ImagesAndText.__name__ = cls.__name__  # the name is looked up in the processor's configuration
+    # One backend by name: else pixels depend on whether torchvision is installed.
+    images = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
+    if hasattr(
+        images, "merge_size"
+    ):  # Qwen, GLM: a token is merge_size x merge_size patches; "edges" are areas
         largest = max_image_tokens * (images.patch_size * images.merge_size) ** 2
+        if "temporal_factor" in inspect.signature(images.resize).parameters:  # GLM counts a frame twice
+            largest *= images.temporal_patch_size
         images.size = {"shortest_edge": min(images.size["shortest_edge"], largest), "longest_edge": largest}
-    parts = [images, transformers.AutoTokenizer.from_pretrained(path)]
-    if "video_processor" in cls.get_attributes():
-        parts.append(None)
+    if hasattr(images, "max_soft_tokens"):  # Gemma 4 knows five sizes
+        fitting = [size for size in (70, 140, 280, 560, 1120) if size <= max_image_tokens]
+        images.max_soft_tokens = max(fitting, default=70)
+    parts = {"image_processor": images, "tokenizer": transformers.AutoTokenizer.from_pretrained(path)}
     settings, _ = cls.get_processor_dict(path)
-    processor = WithoutVideo.from_args_and_dict(parts, settings)
-    if hasattr(images, "do_image_splitting"):  # SmolVLM: one tile per frame
+    processor = ImagesAndText.from_args_and_dict([parts.get(name) for name in cls.get_attributes()], settings)
+    # One tile per frame:
+    if hasattr(images, "crop_to_patches"):  # InternVL
+        processor.images_kwargs = {"crop_to_patches": False}
+    if hasattr(images, "do_image_splitting"):  # SmolVLM
         images.do_image_splitting = False
         images.size = dict(images.max_image_size)
         processor.video_processor = types.SimpleNamespace(num_frames=None, fps=None)  # its template asks
     return processor
+
+
+def add_lora(vlm, args: Args) -> PeftModel:
+    """The frozen VLM with adapters in fp32: new ones, or those of --adapter."""
+    if args.adapter:
+        model = PeftModel.from_pretrained(vlm, args.adapter, is_trainable=True)
+    else:
+        # Deviation 6: LoRA on all linear layers of the language model, but routers, and on no others. The
+        # released code's names also match parts of some vision towers.
+        decoder = vlm.get_decoder()
+        [decoder_name] = [name for name, module in vlm.named_modules() if module is decoder]
+        names = set()
+        for name, module in decoder.named_modules():
+            router = name.endswith(("router.proj", "shared_expert_gate"))
+            if isinstance(module, nn.Linear) and not router:
+                names.add(name.rpartition(".")[2])
+        # As a pattern: PEFT would save a long list by its last names, which fit the vision tower too.
+        pattern = rf"{re.escape(decoder_name)}\.(.*\.)?({'|'.join(sorted(names))})"
+        lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=pattern)
+        model = get_peft_model(vlm, lora)
+    for module in vlm.modules():
+        # Deviation 7: no dropout, or the ratio would not be 1 before anything is learned.
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, BaseTunerLayer):  # LoRA under autocast needs no fp32 copy of its input
+            module.cast_input_dtype_enabled = False
+    if args.gradient_checkpointing:
+        vlm.activation_checkpointing_enable()
+        # It makes inputs require gradients, which only reentrant checkpointing needs, and which would
+        # backpropagate through the frozen vision tower.
+        vlm.disable_input_require_grads()
+    return model
+
+
+# What a processor returns for every token of a prompt; all else is of its images.
+PER_TOKEN = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 
 
 class VLMPolicy(nn.Module):
@@ -370,47 +419,36 @@ class VLMPolicy(nn.Module):
 
     def __init__(self, args: Args):
         super().__init__()
+        # On an H100, torch 2.13 prefers cuDNN's attention, whose gradient is NaN for masked batches of some
+        # lengths (github.com/pytorch/pytorch/issues/196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.args = args
         self.processor = load_processor(args.model, args.max_image_tokens)
         self.tokenizer = self.processor.tokenizer
         vlm = AutoModelForImageTextToText.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
-        if args.adapter:
-            self.peft_model = PeftModel.from_pretrained(vlm, args.adapter, is_trainable=True)
-        else:
-            lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=LORA_TARGETS)
-            self.peft_model = get_peft_model(vlm, lora)  # frozen, but for the adapters, which are fp32
-        self.vlm = self.peft_model.get_base_model()  # the VLM itself, with adapters inside
-        for module in self.vlm.modules():
-            # Deviation 7: no dropout, or the ratio would not be 1 before anything is learned.
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            if isinstance(module, BaseTunerLayer):  # LoRA under autocast needs no fp32 copy of its input
-                module.cast_input_dtype_enabled = False
-        if args.gradient_checkpointing:
-            self.vlm.activation_checkpointing_enable()
-        text_config = self.vlm.config.get_text_config()
-        if getattr(text_config, "final_logit_softcapping", None):
-            raise ValueError(f"{args.model} caps its logits, which `forward` does not")
+        self.peft_model = add_lora(vlm, args)
+        self.vlm = vlm  # with adapters inside
+        text_config = vlm.config.get_text_config()
+        self.logit_cap = getattr(text_config, "final_logit_softcapping", None)  # of Gemma 4
 
         # Deviation 8: the value head is fp32. The released one is fp16, too coarse for small errors.
+        sizes = [text_config.hidden_size, *args.value_hidden]
         layers = []
-        size = text_config.hidden_size
-        for next_size in args.value_hidden:
+        for size, next_size in itertools.pairwise(sizes):
             layers += [nn.Linear(size, next_size), nn.ReLU()]
-            size = next_size
-        self.value_head = nn.Sequential(*layers, nn.Linear(size, 1))
+        self.value_head = nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
         self.to(args.device)
         bf16 = args.dtype == "bfloat16"
         self.autocast = torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=bf16)
 
         # Stop ids are the checkpoint's and the tokenizer's: Gemma 3's end of a turn is only among the former.
-        stop_ids = self.vlm.generation_config.eos_token_id
+        stop_ids = vlm.generation_config.eos_token_id
         stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
         stop_ids = {*stop_ids, self.tokenizer.eos_token_id} - {None}
         self.stop_ids = torch.tensor(sorted(stop_ids), device=args.device)
         # A sampled image placeholder would ask the next forward pass for an image that is not there.
-        names = ("image_token_id", "image_token_index", "video_token_id")
-        self.banned_ids = sorted({getattr(self.vlm.config, name, None) for name in names} - {None})
+        names = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
+        self.banned_ids = sorted({getattr(vlm.config, name, None) for name in names} - {None})
         self.pad_id = self.tokenizer.pad_token_id
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         self.special_tokens = re.compile("|".join(map(re.escape, special)))
@@ -418,7 +456,7 @@ class VLMPolicy(nn.Module):
         # Deviation 9: sampled at temperature 1 from the whole vocabulary. The released code has top_k 1, that
         # is, argmax: nothing is explored, and PPO's ratio is not that of the policy that acted. The hub's
         # configuration has it too, and is replaced as a whole.
-        self.vlm.generation_config = GenerationConfig(
+        vlm.generation_config = GenerationConfig(
             do_sample=True,
             temperature=args.temperature,
             top_k=0,
@@ -427,6 +465,20 @@ class VLMPolicy(nn.Module):
             eos_token_id=self.stop_ids.tolist(),
             pad_token_id=self.pad_id,
         )
+        self.check_frames()
+
+    def check_frames(self):
+        """UserError unless a frame is one run of placeholders, equally long alone and beside another frame."""
+        blank = np.zeros((480, 640, 3), np.uint8)
+        runs = []
+        for count in (1, 2):
+            messages = build_prompt([{"text": ""}] * count, ["go"], "go", 0, 1)
+            prompt = self.encode(messages, [blank] * count)
+            ids, lengths = torch.unique_consecutive(prompt["input_ids"], return_counts=True)
+            runs += lengths[torch.isin(ids, torch.tensor(self.banned_ids))].tolist()
+        if len(runs) != 3 or len(set(runs)) != 1:
+            words = f"one frame and two frames are runs of {runs} placeholders, and not three equal ones"
+            raise envs.UserError(f"{self.args.model} is not supported: {words}")
 
     def lora_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.peft_model.parameters() if p.requires_grad]
@@ -454,7 +506,7 @@ class VLMPolicy(nn.Module):
         inputs = {}
         for key in prompts[0]:
             parts = [prompt[key] for prompt in prompts]
-            if parts[0].shape == prompts[0]["input_ids"].shape:  # (1, P): ids, mask, token types
+            if key in PER_TOKEN:  # (1, P)
                 rows = [part[0] for part in parts]
                 pad = self.pad_id if key == "input_ids" else 0
                 x = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")  # (B, P)
@@ -502,7 +554,10 @@ class VLMPolicy(nn.Module):
         # Deviation 10: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16, at
         # a probability of 1 % in steps of a third of the clip range. The head stays in bfloat16: in fp32 it
         # was tried, and the ratios were hardly more exact, as the hidden states are rounded as coarsely.
-        logits = logits.float() / self.args.temperature
+        logits = logits.float()
+        if self.logit_cap:
+            logits = self.logit_cap * (logits / self.logit_cap).tanh()
+        logits = logits / self.args.temperature
         logits[..., self.banned_ids] = -torch.inf
         logprobs = logits.log_softmax(2).gather(2, tokens[..., None])[..., 0]  # (B, R)
         state = hidden[:, 0].float()  # (B, H)
@@ -525,21 +580,14 @@ class Player:
 
     def __init__(self, args: Args, index=0):
         self.args, self.index = args, index
-        self.seed, self.actions = None, []  # of the episode: none yet
         self.episode = 0  # training episodes that have begun
-        self.first_full = 1  # those before this number began with random actions and are not logged
         limits = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
-        with self.traced():
-            self.env = envs.make_env(args.env, split=args.split, **limits)
-
-    def traced(self):
-        """A time limit, and how to reproduce an error."""
-        return envs.traced(self.args.env_timeout, self.seed, self.actions)
+        self.env = envs.make_env(args.env, split=args.split, **limits)
 
     def reset(self, seed):
         """Begin the episode of this seed: an episode is a function of its seed and its actions."""
         self.seed, self.actions, self.total = seed, [], 0.0
-        with self.traced():
+        with envs.traced(self.seed, self.actions):
             observation, self.info = self.env.reset(seed=seed)
         self.task = self.info["task"]  # in later infos there need be none
         self.observations = deque([observation], maxlen=self.args.num_images)
@@ -547,22 +595,6 @@ class Player:
     def next_episode(self):
         self.reset(training_seed(self.args.seed, self.index, self.episode))
         self.episode += 1
-
-    def random_start(self):
-        """Begin training somewhere within an episode, reached by random actions."""
-        # Deviation 11: players start spread over an episode. Else all time-outs fall into the same rollouts,
-        # and the other rollouts have no signal but the critic's noise, which the normalisation scales up.
-        self.next_episode()
-        rng = random.Random(self.seed)
-        steps = self.index * self.info["left"] // self.args.num_envs
-        for _ in range(steps):
-            _, done = self.step(self.random_action(rng))
-            if done:
-                self.next_episode()
-        self.first_full = self.episode + 1 if self.actions else self.episode
-
-    def random_action(self, rng) -> str:
-        return envs.random_action(self.info["actions"], self.task, rng)
 
     def turn(self):
         """The user's turn for VLMPolicy.encode: messages and frames."""
@@ -572,28 +604,26 @@ class Player:
         return messages, [observation["image"] for observation in newest]
 
     def step(self, action: str | None):
-        """Play a parsed action, None if there was none. Returns reward and done."""
-        # Deviation 12: a response that does not parse ("" for the world) does nothing and costs its step. The
+        """Play a parsed action, None if there was none. Returns reward, done, and whether it timed out."""
+        # Deviation 11: a response that does not parse ("" for the world) does nothing and costs its step. The
         # released code plays a random action, and reinforces the response for what that action brought.
         self.actions.append(str(action or ""))  # a world may have numpy's, which no checkpoint can hold
-        with self.traced():
+        with envs.traced(self.seed, self.actions):
             observation, reward, terminated, truncated, self.info = self.env.step(self.actions[-1])
         self.observations.append(observation)
         self.total += float(reward)
-        # Deviation 13: a time-out is an end like any other, without bootstrapping: the prompt says how many
-        # actions are left. The released code gives it advantage 0, and learns nothing from its penalty.
-        return float(reward), bool(terminated or truncated)
+        return float(reward), bool(terminated or truncated), bool(truncated and not terminated)
 
     def result(self) -> dict:
-        """What is kept of an episode that has ended; without a flag, success is a positive return."""
-        flagged = "success" in self.info
-        success = bool(self.info["success"]) if flagged else self.total > 0
-        episode = {"seed": self.seed, "success": success, "flagged": flagged}
-        return episode | {"return": self.total, "length": len(self.actions)}
-
-    def describe(self, method) -> str | None:
-        """The world's "caption" or "hint", if it has such a method; the policy sees neither."""
-        return self.env.get_wrapper_attr(method)() if self.env.has_wrapper_attr(method) else None
+        """What is kept of an episode that has ended."""
+        success = self.info["success"]  # None: the world has told no flag
+        return {
+            "seed": self.seed,
+            "success": None if success is None else bool(success),
+            "return": self.total,
+            "length": len(self.actions),
+            "invalid": self.actions.count(""),
+        }
 
 
 @dataclass
@@ -606,19 +636,20 @@ class Step:
     action: str | None  # None if the response did not parse
     reward: float
     done: bool
+    timed_out: bool  # done only because of the time limit
 
 
 def act(policy, players) -> list[Step]:
     """The next step of every player."""
-    # Deviation 14: all environments share each forward pass; the released code plays one at a time.
+    # Deviation 12: all environments share each forward pass; the released code plays one at a time.
     prompts = [policy.encode(*player.turn()) for player in players]
     tokens = policy.sample(prompts)
     responses = policy.decode(tokens)
     steps = []
     for i, player in enumerate(players):
         action = parse_action(responses[i], player.info["actions"])
-        reward, done = player.step(action)
-        steps.append(Step(prompts[i], tokens[i], responses[i], action, reward, done))
+        reward, done, timed_out = player.step(action)
+        steps.append(Step(prompts[i], tokens[i], responses[i], action, reward, done, timed_out))
     return steps
 
 
@@ -626,21 +657,20 @@ def collect(policy, players, args: Args):
     """T steps of N players, and a new episode wherever one ends.
 
     Returns the B = T * N steps, of which step t of player n is number t * N + n; the N prompts that follow;
-    and the results of the episodes that have ended and began at their start.
+    and the results of the episodes that have ended.
     """
     steps, episodes = [], []
     for _ in range(args.num_steps):
         for player, step in zip(players, act(policy, players), strict=True):
             steps.append(step)
             if step.done:
-                if player.episode >= player.first_full:
-                    episodes.append(player.result())
+                episodes.append(player.result())
                 player.next_episode()
     last_prompts = [policy.encode(*player.turn()) for player in players]
     return steps, last_prompts, episodes
 
 
-# ----------------------------------------------------------------------------- minibatches and advantages
+# -------------------------------------------------------------------- minibatches, scores and advantages
 
 
 @dataclass
@@ -652,16 +682,17 @@ class MicroBatch:
     tokens: torch.Tensor  # (B, R)
     mask: torch.Tensor  # (B, R)
     weights: torch.Tensor  # (B, R) the mask of the policy loss; another algorithm's may be fractions
-    # compute_advantages adds:
+    # `score` adds:
     logprobs: torch.Tensor | None = None  # (B, R) under the policy that sampled
     baselogprobs: torch.Tensor | None = None  # (B, R) under the model before training
+    # `add_advantages` adds:
     advantages: torch.Tensor | None = None  # (B,) normalised
     returns: torch.Tensor | None = None  # (B,)
 
 
 def make_minibatches(steps, args: Args) -> list[list[MicroBatch]]:
     """The steps of a rollout in random minibatches, each a list of micro-batches."""
-    # Deviation 18: drawn once, before scoring; the released code draws anew for each epoch. With the same
+    # Deviation 13: drawn once, before scoring; the released code draws anew for each epoch. With the same
     # neighbours and padding the rounding is the same: on a CPU the first ratio is 1 to the bit, in bfloat16
     # too. On a GPU that is not measured: attention may use another kernel without gradients.
 
@@ -685,10 +716,10 @@ def make_minibatches(steps, args: Args) -> list[list[MicroBatch]]:
 
 
 @torch.no_grad()
-def score(policy, minibatches):
-    """Add the log-probabilities, of the policy that sampled and of the base, to the micro-batches.
+def score(policy, minibatches, last_prompts):
+    """Add log-probabilities, of the policy that sampled and of the base, to the micro-batches.
 
-    Returns the values (B,) of all steps, and for the log the policy's KL to the base and its entropy.
+    Returns the values (B,) of all steps, and those (N,) of the states after the rollout, if there are any.
     """
     # A forward pass like the one that is trained, as generate() rounds in other ways. So all ratios of the
     # first minibatch are 1; their largest distance from 1 is logged as ratio_first.
@@ -696,15 +727,16 @@ def score(policy, minibatches):
     micro_batches = list(itertools.chain(*minibatches))
     B = sum(len(micro.rows) for micro in micro_batches)
     values = torch.zeros(B, device=policy.args.device)
-    kl = entropy = 0.0
     for micro in micro_batches:
         micro.logprobs, values[micro.rows] = policy(micro.prompts, micro.tokens, micro.mask)
-        with policy.peft_model.disable_adapter():
+    with policy.peft_model.disable_adapter():  # once, as it walks through the whole model
+        for micro in micro_batches:
             micro.baselogprobs, _ = policy(micro.prompts, micro.tokens, micro.mask)
-        fraction = len(micro.rows) / B
-        kl += fraction * kl_base(micro.logprobs, micro.baselogprobs, micro.mask).item()
-        entropy -= fraction * step_mean(micro.logprobs, micro.mask).item()  # estimated by the sampled tokens
-    return values, {"kl_base": kl, "entropy": entropy}
+    last_values = torch.zeros(0)
+    if last_prompts:
+        nothing = policy.no_response(len(last_prompts))  # values need none
+        _, last_values = policy(last_prompts, nothing, nothing)
+    return values, last_values
 
 
 def gather(items: list) -> list:
@@ -716,17 +748,22 @@ def gather(items: list) -> list:
     return [item for part in parts for item in part]
 
 
-@torch.no_grad()
-def compute_advantages(policy, steps, last_prompts, minibatches, args: Args) -> dict[str, float | None]:
-    """Add log-probabilities, advantages and returns to the micro-batches. Returns statistics for the log."""
-    values, stats = score(policy, minibatches)  # (B,)
-    nothing = policy.no_response(len(last_prompts))  # values need none
-    _, last_values = policy(last_prompts, nothing, nothing)  # (N,)
+def add_advantages(steps, minibatches, values, last_values, args: Args) -> dict[str, float | None]:
+    """Add advantages, normalised over the rollout, and returns to the micro-batches.
 
-    values = values.view(-1, len(last_prompts))  # (T, N)
-    rewards = torch.tensor([step.reward for step in steps]).to(args.device).view_as(values)
-    dones = torch.tensor([step.done for step in steps]).to(args.device).view_as(values)
+    values, last_values  (B,) and (N,), of `score`
+    Returns statistics for the log.
+    """
+    values = values.view(-1, len(last_values))  # (T, N)
+    rewards = torch.tensor([step.reward for step in steps]).to(values).view_as(values)
+    dones = torch.tensor([step.done for step in steps], device=values.device).view_as(values)
+    timed_out = torch.tensor([step.timed_out for step in steps], device=values.device).view_as(values)
+    # Deviation 14: a time-out says nothing about the action that met it. In every world its step has
+    # advantage 0 before the normalisation, and the steps before it bootstrap from its value; its own reward,
+    # such as MiniWorld's -1, is not learned from. The released code does so in MiniWorld only.
+    rewards = torch.where(timed_out, values, rewards)
     advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
+
     all_advantages = torch.cat(gather([advantages.cpu()]))  # of the whole rollout, in all processes
     mean, std = all_advantages.mean().item(), all_advantages.std().item()
     normalised = (advantages.flatten() - mean) / (std + 1e-8)  # (B,)
@@ -736,9 +773,8 @@ def compute_advantages(policy, steps, last_prompts, minibatches, args: Args) -> 
 
     variance = returns.var().item()
     unexplained = (returns - values).var().item()
-    stats["explained_variance"] = 1 - unexplained / variance if variance > 0 else None
-    stats["advantage_std"] = std
-    return stats
+    explained = 1 - unexplained / variance if variance > 0 else None
+    return {"explained_variance": explained, "advantage_std": std}
 
 
 # --------------------------------------------------------------------------------------------- the update
@@ -774,8 +810,10 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False, surroga
                 newlogprobs, values = policy(micro.prompts, micro.tokens, mask)
                 pg_loss = surrogate(newlogprobs, logprobs, micro.advantages, micro.weights, args.clip_coef)
                 v_loss = value_loss(values, micro.returns)  # Eq. 4
-                kl_old = kl_loss(newlogprobs, logprobs, mask)  # Eq. 5
-                kl = kl_old if args.kl_ref == "old" else kl_base(newlogprobs, micro.baselogprobs, mask)
+                if args.kl_ref == "base":
+                    kl = kl_base(newlogprobs, micro.baselogprobs, mask)
+                else:
+                    kl = kl_old(newlogprobs, logprobs, mask)  # Eq. 5
                 if value_only:  # the other losses are only for the log
                     loss = args.vf_coef * v_loss
                 else:
@@ -791,7 +829,6 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False, surroga
                     losses = {
                         "policy_loss": pg_loss,
                         "value_loss": v_loss,
-                        "kl_old": kl_old,  # D(new || old)
                         "approx_kl": step_mean((ratio - 1) - logratio, mask),  # D(old || new), as in CleanRL
                         "clipfrac": step_mean(clipped, mask),
                     }
@@ -841,7 +878,7 @@ def make_optimizer(policy, args: Args):
 def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
     """A whole training. Writes log.jsonl, checkpoint.pt, best/ and adapter/ into the run's folder.
 
-    surrogate, token_weights  for another algorithm (assets/rl4vlm.py): its policy loss, and a function of
+    surrogate, token_weights  for another algorithm (extras/rl4vlm.py): its policy loss, and a function of
                               (policy, micro-batch) that gives the weights (B, R) which this loss takes
     """
     N = args.num_envs // WORLD_SIZE  # players of this process
@@ -850,59 +887,50 @@ def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
     eval_players = [Player(eval_args) for _ in range(min(N, args.eval_episodes))]
     set_seed(args.seed)  # so that all processes begin with the same weights
     policy = VLMPolicy(args)
+    say(f"LoRA is on {len(policy.lora_parameters()) // 2} linear layers of the language model")
     optimizer = make_optimizer(policy, args)
     rollout_steps = args.num_envs * args.num_steps
     num_updates = args.total_timesteps // rollout_steps
-    best, recent = -math.inf, []  # the best evaluation so far; the last 100 episodes
-    first = 0
     if (folder / "checkpoint.pt").exists():
         state = load_checkpoint(folder, policy, optimizer, players)
-        best, recent = state["best"], state["recent"]
-        first = state["update"] + 1
+        first, best, recent = state["update"] + 1, state["best"], state["recent"]
     else:
         for player in players:
-            player.random_start()
+            player.next_episode()
+        first, recent = 1, []  # recent: the last 100 episodes
+        evaluation, best = evaluate_and_keep_best(policy, eval_players, folder, best=NO_RESULT)
+        write_row(folder, {"update": 0, "global_step": 0} | evaluation, args)
+        save_checkpoint(folder, policy, optimizer, players, update=0, best=best, recent=recent)
 
-    # Update 0 trains nothing: it saves the start, and evaluates it if asked.
     updates = range(first, num_updates + 1)
-    for u in tqdm(updates, initial=first, total=num_updates + 1, disable=True if RANK else None):
-        row = {"update": u, "global_step": u * rollout_steps}
-        if u > 0:
-            rate = cosine(u - 1, num_updates, args.learning_rate, args.final_learning_rate)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            set_seed(training_seed(args.seed, RANK, u))  # a resumed run goes on as if it had never stopped
-            if args.device.startswith("cuda"):
-                torch.cuda.reset_peak_memory_stats(args.device)
+    for u in tqdm(updates, initial=first - 1, total=num_updates, disable=True if RANK else None):
+        set_seed(training_seed(args.seed, RANK, u))  # a resumed run goes on as if it had never stopped
+        rate = cosine(u - 1, num_updates, args.learning_rate, args.final_learning_rate)
+        optimizer.param_groups[0]["lr"] = rate
 
-            times = [time.perf_counter()]
-            steps, last_prompts, episodes = collect(policy, players, args)
-            times.append(time.perf_counter())
-            minibatches = make_minibatches(steps, args)
-            stats = compute_advantages(policy, steps, last_prompts, minibatches, args)
-            if token_weights:
-                for micro in itertools.chain(*minibatches):
-                    micro.weights = token_weights(policy, micro)
-            times.append(time.perf_counter())
-            value_only = u <= args.value_warmup
-            stats |= update(policy, optimizer, minibatches, args, value_only, surrogate)
-            times.append(time.perf_counter())
+        times = [time.perf_counter()]
+        steps, last_prompts, episodes = collect(policy, players, args)
+        times.append(time.perf_counter())
+        minibatches = make_minibatches(steps, args)
+        values, last_values = score(policy, minibatches, last_prompts)
+        stats = add_advantages(steps, minibatches, values, last_values, args)
+        if token_weights:
+            for micro in itertools.chain(*minibatches):
+                micro.weights = token_weights(policy, micro)
+        times.append(time.perf_counter())
+        value_only = u <= args.value_warmup
+        stats |= update(policy, optimizer, minibatches, args, value_only, surrogate)
+        times.append(time.perf_counter())
 
-            row["episodes"] = gather(episodes)
-            recent = (recent + row["episodes"])[-100:]
-            # Short episodes, often successes, end first: a fair rate waits for a full one of every player.
-            fair = all(gather([player.episode > player.first_full for player in players]))
-            row |= charts(policy, players, steps, stats, times, recent, fair)
-            row["charts/learning_rate"] = rate
-
-        due = u in (0, num_updates) or (args.eval_every and u % args.eval_every == 0)
-        if args.eval_episodes and due:
-            result = summary(evaluate(policy, eval_players, range(args.eval_episodes)))
-            row |= {f"eval/{name}": x for name, x in result.items()}
-            success = result.get("success_rate", result["episodic_return"])
-            if success > best:
-                best = success
-                save_adapter(policy, folder / "best")
+        row = {"update": u, "global_step": u * rollout_steps, "episodes": gather(episodes)}
+        recent = (recent + row["episodes"])[-100:]
+        # Short episodes, often successes, end first: a fair rate waits for one of every player.
+        fair = all(gather([player.episode > 1 for player in players]))
+        row |= charts(policy, steps, minibatches, stats, times, recent if fair else [])
+        row["charts/learning_rate"] = rate
+        if u == num_updates or (args.eval_every and u % args.eval_every == 0):
+            evaluation, best = evaluate_and_keep_best(policy, eval_players, folder, best)
+            row |= evaluation
         write_row(folder, row, args)
         # Last: a run that is killed earlier repeats this update.
         save_checkpoint(folder, policy, optimizer, players, update=u, best=best, recent=recent)
@@ -912,88 +940,98 @@ def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
 # -------------------------------------------------------------------------------------------- evaluation
 
 
-def only_flagged(episodes) -> list[dict]:
-    """Where some episodes have told a success flag, one that has not (at a time-out, say) is no success."""
-    if not any(episode["flagged"] for episode in episodes):
-        return episodes
-    return [episode | {"success": episode["success"] and episode["flagged"]} for episode in episodes]
-
-
 def evaluate(policy, players, seeds, act=act) -> list[dict]:
     """An episode on each seed, played as in training: a dict each, by seed. eval.py has other `act`s too."""
     set_seed(players[0].args.seed)
     waiting = list(seeds)[RANK::WORLD_SIZE]  # the processes share the seeds
-    idle, playing = list(players), []
-    counts, episodes = {}, []
     words = f"evaluating on {len(seeds)} fixed seeds"
     bar = tqdm(desc=words, total=len(waiting), mininterval=BAR_INTERVAL, leave=False, disable=RANK > 0)
-    while waiting or playing:
-        while waiting and idle:
-            player = idle.pop()
-            player.reset(waiting.pop(0))
-            counts[player] = {"invalid": 0, "tokens": 0, "captions": 0, "true": 0}
-            playing.append(player)
-        captions = [player.describe("caption") for player in playing]
-        steps = act(policy, playing)
-        for player, caption, step in zip(list(playing), captions, steps, strict=True):
-            count = counts[player]
-            count["invalid"] += step.action is None
-            count["tokens"] += len(step.tokens)
-            if caption is not None:  # the toy was taught to say it as its thought
-                count["captions"] += 1
-                count["true"] += json.dumps(caption) in step.response
+    playing = players[: len(waiting)]
+    for player in playing:
+        player.reset(waiting.pop(0))
+    episodes = []
+    while playing:
+        for player, step in zip(list(playing), act(policy, playing), strict=True):
             if step.done:
-                episodes.append(player.result() | count)
-                playing.remove(player)
-                idle.append(player)
+                episodes.append(player.result())
                 bar.update()
+                if waiting:
+                    player.reset(waiting.pop(0))
+                else:
+                    playing.remove(player)
     bar.close()
-    return only_flagged(sorted(gather(episodes), key=lambda episode: episode["seed"]))
+    return sorted(gather(episodes), key=lambda episode: episode["seed"])
 
 
-def summary(episodes) -> dict[str, float]:
-    """Means over the episodes of `evaluate`."""
-    totals = {key: sum(episode[key] for episode in episodes) for key in episodes[0]}
-    n, steps = len(episodes), totals["length"]
-    # An episode without any admissible action may not have told its flag: it is enough if another did.
-    result = {
-        "success_rate" if totals["flagged"] else "positive_return": totals["success"] / n,
-        "episodic_return": totals["return"] / n,
-        "episodic_length": steps / n,
-        "invalid_action_rate": totals["invalid"] / steps,
+def summary(episodes) -> dict[str, float | None]:
+    """Means over episodes. The success rate is None where no episode has a flag; else one without has failed.
+
+    >>> lost = {"success": None, "return": -1.0, "length": 3, "invalid": 1}
+    >>> summary([lost, lost | {"success": True, "return": 2.0, "length": 1}])["success_rate"]
+    0.5
+    """
+    n, length = len(episodes), sum(episode["length"] for episode in episodes)
+    flags = [episode["success"] for episode in episodes]
+    return {
+        "success_rate": None if flags.count(None) == n else flags.count(True) / n,
+        "episodic_return": sum(episode["return"] for episode in episodes) / n,
+        "episodic_length": length / n,
+        "invalid_action_rate": sum(episode["invalid"] for episode in episodes) / length,
     }
-    if totals["captions"]:
-        result["thought_agreement"] = totals["true"] / totals["captions"]
-    return result
+
+
+NO_RESULT = (-math.inf, -math.inf)  # worse than any
+
+
+def evaluate_and_keep_best(policy, players, folder: Path, best):
+    """An evaluation for the log, if it is asked for; an adapter that is better than all before goes to best/.
+
+    best  the highest (success rate, return) so far. Returns the row's part, and the new best.
+    """
+    args = policy.args
+    if args.eval_episodes == 0:
+        return {}, best
+    result = summary(evaluate(policy, players, range(args.eval_episodes)))
+    reached = (result["success_rate"] or 0.0, result["episodic_return"])
+    if reached > best:
+        save_adapter(policy, folder / "best")
+        best = reached
+    return {f"eval/{name}": x for name, x in result.items()}, best
 
 
 # ---------------------------------------------------------------------------- the log and the checkpoint
 
 
-def charts(policy, players, steps, losses, times, episodes, fair) -> dict:
-    """What the log keeps of an update: its losses, means over its steps and, if `fair`, over `episodes`."""
+def charts(policy, steps, minibatches, losses, times, episodes) -> dict:
+    """What the log keeps of an update: its losses, means over its steps, and over `episodes`, if any.
 
-    def mean(key):
-        return np.mean([episode[key] for episode in episodes]).item() if fair and episodes else None
-
-    episodes = only_flagged(episodes)
-    # A world may tell its flag only at the end of an episode.
-    flagged = any("success" in player.info for player in players)
-    flagged = flagged or any(episode["flagged"] for episode in episodes)
+    Of several processes, the means over steps and the losses are the first one's (but for advantage_std and
+    ratio_first, which are of all); the episodes are those of all.
+    """
+    of_episodes = summary(episodes) if episodes else {}
     cut = [step.tokens[-1] not in policy.stop_ids for step in steps]  # by max_new_tokens
     row = {
-        "charts/success_rate" if flagged else "charts/positive_return": mean("success"),
-        "charts/episodic_return": mean("return"),
-        "charts/episodic_length": mean("length"),
+        "charts/success_rate": of_episodes.get("success_rate"),
+        "charts/episodic_return": of_episodes.get("episodic_return"),
+        "charts/episodic_length": of_episodes.get("episodic_length"),
         "charts/invalid_action_rate": np.mean([step.action is None for step in steps]).item(),
         "charts/cut_share": np.mean(cut).item(),
         "charts/response_length": np.mean([len(step.tokens) for step in steps]).item(),
     }
+    kl, entropy, sizes = [], [], []  # of the policy that sampled, estimated from the tokens that it sampled
+    for micro in itertools.chain(*minibatches):
+        kl.append(kl_base(micro.logprobs, micro.baselogprobs, micro.mask).item())
+        entropy.append(-step_mean(micro.logprobs, micro.mask).item())
+        sizes.append(len(micro.rows))
+    if sizes:
+        row["losses/kl_base"] = np.average(kl, weights=sizes).item()
+        row["losses/entropy"] = np.average(entropy, weights=sizes).item()
     row |= {f"losses/{name}": x for name, x in losses.items()}
     row["charts/env_steps_per_second"] = len(steps) * WORLD_SIZE / (times[-1] - times[0])
     row["time/collect"], row["time/score"], row["time/update"] = np.diff(times).tolist()
     if policy.args.device.startswith("cuda"):
         row["gpu/max_memory_gb"] = torch.cuda.max_memory_allocated(policy.args.device) / 1e9
+        torch.cuda.reset_peak_memory_stats(policy.args.device)
 
     # Two samples: the first step, and the next whose response did not parse, or else simply the next.
     invalid = [step for step in steps[1:] if step.action is None]
@@ -1007,7 +1045,6 @@ def charts(policy, players, steps, losses, times, episodes, fair) -> dict:
 
 COLUMNS = {  # of the line that is printed after an update
     "success": "charts/success_rate",
-    "ret > 0": "charts/positive_return",
     "return": "charts/episodic_return",
     "invalid": "charts/invalid_action_rate",
     "entropy": "losses/entropy",
@@ -1028,18 +1065,16 @@ def write_row(folder: Path, row: dict, args: Args):
     """A row of log.jsonl, its line on the screen, and its numbers for Weights & Biases if asked."""
     if RANK > 0:
         return
-    u = row["update"]
-    columns = {name: key for name, key in COLUMNS.items() if key in row}  # success, or the positive return
-    if u % 10 == 1:
-        say("   steps" + "".join(f"{name:>9}" for name in columns))
-    if u > 0:
-        numbers = [row[key] for key in columns.values()]
+    if row["update"] % 10 == 1:
+        say("   steps" + "".join(f"{name:>9}" for name in COLUMNS))
+    if row["update"] > 0:
+        numbers = [row.get(key) for key in COLUMNS.values()]  # LOOP has no explained variance
         cells = ["-" if x is None else f"{x:.3f}" for x in numbers]
         say(f"{row['global_step']:>8}" + "".join(f"{cell:>9}" for cell in cells))
-    evaluation = [f"{key[5:]} {x:.3g}" for key, x in row.items() if key.startswith("eval/")]
+    evaluation = [f"{key[5:]} {x:.3g}" for key, x in row.items() if key.startswith("eval/") and x is not None]
     if evaluation:
         say(f"{row['global_step']:>8}  on {args.eval_episodes} fixed seeds: {', '.join(evaluation)}")
-    with open(folder / "log.jsonl", "a" if u > 0 else "w") as file:
+    with open(folder / "log.jsonl", "a" if row["update"] > 0 else "w") as file:
         print(json.dumps(row, allow_nan=False), file=file)
     if args.track:
         import wandb
@@ -1067,7 +1102,7 @@ def trainable_weights(policy) -> dict[str, torch.Tensor]:
 
 def save_checkpoint(folder: Path, policy, optimizer, players, **state):
     """checkpoint.pt: all that a run needs to go on, replaced in one piece."""
-    names = ("seed", "actions", "episode", "first_full")
+    names = ("seed", "actions", "episode")
     all_players = gather([{name: getattr(player, name) for name in names} for player in players])
     if RANK > 0:
         return
@@ -1100,7 +1135,7 @@ def load_checkpoint(folder: Path, policy, optimizer, players) -> dict:
         player.reset(saved["seed"])
         for action in saved["actions"]:  # play the episode again
             player.step(action)
-        player.episode, player.first_full = saved["episode"], saved["first_full"]
+        player.episode = saved["episode"]
     return state
 
 
@@ -1108,13 +1143,15 @@ def load_checkpoint(folder: Path, policy, optimizer, players) -> dict:
 
 MAY_BE_ZERO = {"seed", "value_warmup", "eval_episodes", "eval_every"}  # of the options that count something
 # Options that may differ when a run is resumed.
-MAY_CHANGE = {"device", "micro_batch_size", "gradient_checkpointing", "env_timeout", "track", "resume"}
+MAY_CHANGE = {"device", "micro_batch_size", "gradient_checkpointing", "track", "resume"}
 
 
-def load_args(folder, options=Args) -> Args:
-    """The options of a run, from its args.json; those that only another program has are left out."""
+def load_args(folder, options=Args, exact=False) -> Args:
+    """The options of a run, from its args.json; `exact`: ValueError if a name is missing or unknown."""
     saved = json.loads(Path(folder, "args.json").read_text())
     names = {option.name for option in dataclasses.fields(options)}
+    if exact and saved.keys() != names:
+        raise ValueError(f"it is of another program: only one of the two has {min(saved.keys() ^ names)}")
     args = options(**{name: x for name, x in saved.items() if name in names})
     if args.model == "tiny":  # a run keeps its toy in its own folder, so that it can be moved
         args.model = str(Path(folder, "base"))
@@ -1131,7 +1168,7 @@ def mistakes(args: Args) -> list[str]:
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(args, name) <= 1:
             found.append(f"--{name} must be between 0 and 1")
-    for name in ("learning_rate", "temperature", "env_timeout"):
+    for name in ("learning_rate", "temperature"):
         if not getattr(args, name) > 0:
             found.append(f"--{name} must be above 0")
     steps = args.num_envs * args.num_steps
@@ -1151,15 +1188,6 @@ def mistakes(args: Args) -> list[str]:
     return found
 
 
-def name_of_world(env: str) -> str:
-    """Of envs.py also by its full Gymnasium id.
-
-    >>> name_of_world("vldac/OneRoom-v0"), name_of_world("FrozenLake-v1")
-    ('OneRoom', 'FrozenLake-v1')
-    """
-    return env.removeprefix("vldac/").removesuffix("-v0") if env.startswith("vldac/") else env
-
-
 def parse_args(argv=None, options=Args, saved=None) -> Args:
     """The options: the command line's, else those of a `saved` run, else the world's, the toy's, Args'."""
     formatter = argparse.RawDescriptionHelpFormatter
@@ -1173,18 +1201,17 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
     given, _ = parser.parse_known_args(argv)  # which run, world and model set the defaults
     if given.resume:
         try:
-            saved = load_args(given.resume, options)
+            saved = load_args(given.resume, options, exact=True)
         except (OSError, ValueError, TypeError) as error:
-            parser.error(f"--resume {given.resume} is not the folder of a run: {error}")
+            parser.error(f"--resume {given.resume} is not a run of this program: {error}")
     if saved:
         parser.set_defaults(**vars(saved))
     else:
-        device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = given.model or ("Qwen/Qwen2-VL-7B-Instruct" if device.startswith("cuda") else "tiny")
-        changes = WORLDS.get(name_of_world(given.env), {})
-        if model == "tiny":
+        start = Args(env=given.env, model=given.model, device=given.device)
+        changes = WORLDS.get(start.env, {})
+        if start.model == "tiny":
             changes = TOY | changes | {"gradient_checkpointing": False}
-        parser.set_defaults(**changes, device=device, model=model)
+        parser.set_defaults(**changes)
     if given.adapter:
         try:
             adapter = json.loads(Path(given.adapter, "adapter_config.json").read_text())
@@ -1193,17 +1220,12 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
             parser.error(f"--adapter {given.adapter} is not the folder of an adapter: {error}")
         parser.set_defaults(**lora)
     args = options(**vars(parser.parse_args(argv)))
-    args.env = name_of_world(args.env)
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if args.device.startswith("cuda") else "float32"
     if given.adapter and lora != {name: getattr(args, name) for name in lora}:
         parser.error(f"--adapter {given.adapter} has another rank or alpha: {lora}")
     if given.resume:
         for name in vars(args).keys() - MAY_CHANGE:
             if getattr(args, name) != getattr(saved, name):
-                parser.error(
-                    f"--resume {given.resume} is another run: its --{name} is {getattr(saved, name)}"
-                )
+                parser.error(f"--resume {given.resume}: its --{name} is {getattr(saved, name)}")
     found = mistakes(args)
     if found:
         parser.error("; ".join(found))
@@ -1213,32 +1235,17 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
 # ------------------------------------------------------------------------------------------------ the run
 
 
-def commit() -> str:
-    """The commit of this code, "-dirty" if it was changed since, "unknown" outside a repository."""
-
-    def git(*words):
-        done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    if shutil.which("git") is None:
-        return "unknown"
-    dirty = "-dirty" if git("diff", "--name-only", "HEAD", "--", "*.py") else ""
-    return git("rev-parse", "HEAD") + dirty or "unknown"
-
-
 def open_run(args: Args) -> Path:
     """The run's folder with args.json, and with the toy model in base/: a new one, or that of --resume."""
     if args.resume:
-        program = json.loads(Path(args.resume, "args.json").read_text()).get("program", "older code")
-        if program != args.program:
-            raise envs.UserError(f"--resume {args.resume} is a run of {program}")
         return Path(args.resume)
-    variant = [] if args.program == "vldac.py" else [Path(args.program).stem]
+    program = Path(inspect.getfile(type(args))).stem
+    variant = [] if program == "vldac" else [program]
     name = "-".join([args.env, Path(args.model).name, *variant, str(args.seed)])
     name = args.run_name or re.sub(r"[^\w.-]+", "-", name)
     toy = None
     if args.model == "tiny":
-        script = Path(__file__).parent / "assets" / "toy.py"
+        script = Path(__file__).parent / "extras" / "toy.py"
         if not script.exists():
             raise envs.UserError(f"the toy model needs {script}; without it, give a --model")
         toy = runpy.run_path(str(script))["cached_folder"](args)
@@ -1249,7 +1256,7 @@ def open_run(args: Args) -> Path:
             break
         except FileExistsError:  # a taken name gets -2, -3 ...
             continue
-    saved = {"program": args.program, "commit": commit(), **vars(args)}
+    saved = dict(vars(args))
     if toy:
         shutil.copytree(toy, folder / "base")
         args.model = str(folder / "base")
@@ -1272,10 +1279,13 @@ def main(argv=None, options=Args, train=train):
     """The program. Another algorithm has options of its own, and a function (args, folder) that trains."""
     folder = None
     launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc_per_node={WORLD_SIZE}"
-    resume = f"{launcher} {options.program} --resume"
+    resume = f"{launcher} {sys.argv[0]} --resume"
     try:
         args = parse_args(argv, options)
-        envs.check_world(Player(args).env, args.env_timeout)  # before a model is loaded
+        if args.model == "tiny" and os.path.exists("/dev/nvidia0") and not torch.cuda.is_available():
+            reason = "it is a build for the CPU, or the driver is too old for it"
+            say(f"the toy, as PyTorch {torch.__version__} does not find the GPU of this machine: {reason}")
+        envs.check_world(Player(args).env)  # before a model is loaded
         if RANK == 0:
             folder = open_run(args)  # it may teach the toy, so it comes before the others are joined
         if WORLD_SIZE > 1:
@@ -1285,10 +1295,11 @@ def main(argv=None, options=Args, train=train):
             # The processes wait for each other as long as the toy's lesson or an update may take.
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(days=1))
             folder, args = gather([(folder, args)])[0]
-        changed = [f"{name} {x}" for name, x in vars(args).items() if x != getattr(options(), name)]
-        say(f"{folder}: not at their defaults are {', '.join(changed)}")
+        defaults = options()
+        changed = [f"{name} {x}" for name, x in vars(args).items() if x != getattr(defaults, name)]
+        say(f"{folder}: {args.model} on {args.device}; not at their defaults are {', '.join(changed)}")
         say(f"to go on after any stop: {resume} {folder}")
-        say("success and return are shown once every player has ended an episode from its start")
+        say("success and return are shown once every player has ended an episode")
         train(args, folder)
         say(f"to look at it: python eval.py page {folder}")
         if WORLD_SIZE > 1:

@@ -1,0 +1,95 @@
+"""The README's animation: one episode before training and one after it, side by side.
+
+    python extras/film.py runs/NAME    takes the options of `eval.py run`; --episodes 1 is the default
+
+writes runs/NAME/film-SEED.gif for each episode.
+"""
+
+import io
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import eval as evaluation  # noqa: E402
+import vldac  # noqa: E402
+
+
+def thought_of(response) -> str:
+    """What a response says before its action.
+
+    >>> thought_of('{"thoughts": "it is close",\\n "action": "move forward"}')
+    'it is close'
+    """
+    return vldac.ACTION_KEY.split(response)[0].split('"thoughts"')[-1].strip(' \n:{}",')
+
+
+def panel(title, recording, k):
+    """Step k of an episode, or how it ended: a frame, and under it what was thought and done."""
+    number = min(k + 1, len(recording.moments))
+    if k < len(recording.moments):
+        moment = recording.moments[k]
+        frame = moment.png
+        thought = thought_of(moment.response)
+        action = moment.action or "(no admissible action)"
+        color = "blue" if moment.action else "red"
+    else:
+        frame = recording.last_png
+        thought = f"return {recording.result['return']:.2f}"
+        action, color = recording.outcome()
+    image = Image.open(io.BytesIO(frame))
+    height = round(420 * image.height / image.width)
+    canvas = Image.new("RGB", (430, height + 175), "white")
+    canvas.paste(image.resize((420, height), Image.Resampling.BOX), (5, 40))
+    draw = ImageDraw.Draw(canvas)
+    font = ImageFont.load_default(size=26)
+
+    def write(y, text, color):
+        lines = textwrap.wrap(text, 30)[:2]
+        text = "\n".join(lines).encode("ascii", "replace").decode()  # the font has no other letters
+        draw.text((8, y), text, color, font=font)
+
+    write(5, f"{title}, step {number}", "black")
+    write(height + 45, thought, "black")
+    write(height + 110, action, color)
+    return canvas
+
+
+def animate(before, after, path):
+    """Two episodes of a seed, side by side, until the second has ended; then how both ended."""
+    last = len(after.moments) - 1
+    steps = np.linspace(0, last, min(24, last + 1))  # at most 24 of them
+    steps = steps.round().astype(int)
+    pictures = []
+    for k in [*steps, 10**9]:
+        left = panel("before", before, k)
+        right = panel("after", after, k)
+        picture = Image.new("RGB", (left.width + right.width, left.height), "white")
+        picture.paste(left, (0, 0))
+        picture.paste(right, (left.width, 0))
+        pictures.append(picture)
+    durations = [400] * len(steps) + [2400]  # milliseconds
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=durations, loop=0)
+    print(path)
+
+
+def main(folder, *words):
+    try:
+        args, checkpoint = evaluation.options_of_run("film", Path(folder), ["--episodes=1", *words])
+        before, after = {}, {}
+        evaluation.evaluate("start", args, None, before)
+        evaluation.evaluate("run", args, checkpoint, after)
+        for seed in before:
+            animate(before[seed], after[seed], Path(folder, f"film-{seed}.gif"))
+    except vldac.envs.UserError as error:
+        vldac.refuse(error)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        raise SystemExit(__doc__)
+    main(*sys.argv[1:])

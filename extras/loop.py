@@ -1,0 +1,173 @@
+"""LOOP (Chen et al. 2025, arXiv 2502.01600) for vision-language agents, made of the parts of vldac.py.
+
+What VL-DAC is compared with: K episodes from the same start; an episode's advantage is its return less the
+mean of the others', and all its tokens share it; no critic. KL term and cosine are VL-DAC's, as in its paper.
+
+    python extras/loop.py --env OneRoom    takes vldac.py's options and --group_size; one process
+"""
+
+import dataclasses
+import itertools
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import vldac  # noqa: E402
+from envs import UserError  # noqa: E402
+
+
+@dataclass
+class Args(vldac.Args):
+    """The options of vldac.py, and one more."""
+
+    group_size: int = 4  # K
+    vf_coef: float = 0.0  # there is no critic
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.group_size < 2 or self.num_envs % self.group_size:
+            raise UserError("--num_envs must be a multiple of --group_size, and that at least 2")
+        if self.vf_coef != 0 or vldac.WORLD_SIZE > 1:
+            raise UserError("there is no critic, so no --vf_coef, and there is one process only")
+
+
+def leave_one_out(returns):
+    """A_k = R_k - the mean of the other returns of its group: (G, K) -> (G, K) (LOOP, Eq. 3).
+
+    The VL-DAC paper's Eq. 2 sums over the others and divides by K, which is not this estimator.
+
+    >>> leave_one_out(torch.tensor([[1.0, 0.0, 0.0]]))
+    tensor([[ 1.0000, -0.5000, -0.5000]])
+    """
+    K = returns.shape[1]
+    means = returns.mean(1, keepdim=True)  # (G, 1)
+    return K / (K - 1) * (returns - means)
+
+
+def loop_loss(newlogprobs, logprobs, advantages, weights, clip_coef):
+    """LOOP's token-level surrogate (Eq. 10), its ratio clipped to [1/(1+c), 1+c], to minimise.
+
+    advantages  (B,)   of the step's episode
+    weights     (B, R) such that the mean over steps is one over episodes of means over their tokens
+
+    >>> lp, one = torch.zeros(1, 1), torch.ones(1, 1)
+    >>> loop_loss(lp - 1.0, lp, torch.tensor([-1.0]), one, clip_coef=0.25)  # exp(-1), clipped at 1 / 1.25
+    tensor(0.8000)
+    """
+    ratio = (newlogprobs - logprobs).masked_fill(weights == 0, 0).exp()
+    advantages = advantages[:, None]
+    clipped = ratio.clamp(1 / (1 + clip_coef), 1 + clip_coef)
+    pg_loss = torch.max(-advantages * ratio, -advantages * clipped)  # (B, R)
+    return (pg_loss * weights).sum(1).mean()
+
+
+def collect(policy, players, args, update) -> list[list[vldac.Step]]:
+    """An episode of every player; K players in a row begin on the same seed."""
+    for player in players:
+        group = player.index // args.group_size
+        player.reset(vldac.training_seed(args.seed, group, update))
+    episodes = [[] for _ in players]
+    playing = list(players)
+    while playing:
+        for player, step in zip(list(playing), vldac.act(policy, playing), strict=True):
+            episodes[player.index].append(step)
+            if step.done:
+                playing.remove(player)
+    return episodes
+
+
+def make_minibatches(episodes, args) -> list[list[vldac.MicroBatch]]:
+    """The steps of groups whose returns differ by 0.01 or so, with advantages and weights; perhaps none."""
+    returns = [sum(step.reward for step in episode) for episode in episodes]  # not discounted
+    returns = torch.tensor(returns).view(-1, args.group_size)  # (G, K)
+    advantages = leave_one_out(returns)  # (G, K), not divided by their deviation
+    useful = (advantages.abs() >= 0.01).any(1)  # (G,)
+    useful = useful.repeat_interleave(args.group_size)  # (G * K,)
+    steps = []
+    step_advantages, episode_tokens = [], []  # of each step's episode
+    for episode, advantage, kept in zip(episodes, advantages.flatten(), useful, strict=True):
+        if kept:
+            steps += episode
+            tokens = sum(len(step.tokens) for step in episode)
+            step_advantages += [advantage.item()] * len(episode)
+            episode_tokens += [tokens] * len(episode)
+    if not steps:
+        return []
+
+    minibatches = vldac.make_minibatches(steps, args)
+    step_advantages = torch.tensor(step_advantages, device=args.device)  # (B,)
+    episode_tokens = torch.tensor(episode_tokens, device=args.device)  # (B,)
+    weights = len(steps) / len(episodes) / episode_tokens  # (B,)
+    for micro in itertools.chain(*minibatches):
+        micro.advantages = step_advantages[micro.rows]
+        micro.weights = micro.mask * weights[micro.rows][:, None]  # (B, R)
+    return minibatches
+
+
+def train(args, folder):
+    """A whole training, as long as the budget holds another update of VL-DAC's size."""
+    players = [vldac.Player(args, index) for index in range(args.num_envs)]
+    eval_args = dataclasses.replace(args, split="eval")
+    eval_players = [vldac.Player(eval_args) for _ in range(min(args.num_envs, args.eval_episodes))]
+    vldac.set_seed(args.seed)
+    policy = vldac.VLMPolicy(args)
+    optimizer = vldac.make_optimizer(policy, args)
+    unit = args.num_envs * args.num_steps  # environment steps of an update of VL-DAC: the schedule's unit
+    num_updates = args.total_timesteps // unit
+    if (folder / "checkpoint.pt").exists():
+        state = vldac.load_checkpoint(folder, policy, optimizer, players=[])
+        u, step, best, recent = (state[name] for name in ("update", "step", "best", "recent"))
+    else:
+        u = step = 0
+        recent = []
+        evaluation, best = vldac.evaluate_and_keep_best(policy, eval_players, folder, vldac.NO_RESULT)
+        vldac.write_row(folder, {"update": 0, "global_step": 0} | evaluation, args)
+        state = {"update": u, "step": step, "best": best, "recent": recent}
+        vldac.save_checkpoint(folder, policy, optimizer, players=[], **state)
+
+    while step + unit <= args.total_timesteps:
+        u += 1
+        rate = vldac.cosine(step // unit, num_updates, args.learning_rate, args.final_learning_rate)
+        optimizer.param_groups[0]["lr"] = rate
+        vldac.set_seed(vldac.training_seed(args.seed, 0, u))
+        times = [time.perf_counter()]
+        episodes = collect(policy, players, args, u)
+        times.append(time.perf_counter())
+        minibatches = make_minibatches(episodes, args)
+        values, _ = vldac.score(policy, minibatches, last_prompts=[])
+        for micro in itertools.chain(*minibatches):
+            micro.returns = values[micro.rows]  # of no account: the value loss has the weight 0
+        times.append(time.perf_counter())
+        losses = {}
+        if minibatches:
+            losses = vldac.update(policy, optimizer, minibatches, args, surrogate=loop_loss)
+        times.append(time.perf_counter())
+
+        results = [player.result() for player in players]
+        recent = (recent + results)[-100:]
+        steps = list(itertools.chain(*episodes))
+        step += len(steps)
+        row = {"update": u, "global_step": step, "episodes": results}
+        row |= vldac.charts(policy, steps, minibatches, losses, times, recent)
+        row["charts/learning_rate"] = rate
+        last = step + unit > args.total_timesteps
+        if last or (args.eval_every and u % args.eval_every == 0):
+            evaluation, best = vldac.evaluate_and_keep_best(policy, eval_players, folder, best)
+            row |= evaluation
+        vldac.write_row(folder, row, args)
+        state = {"update": u, "step": step, "best": best, "recent": recent}
+        vldac.save_checkpoint(folder, policy, optimizer, players=[], **state)
+    vldac.save_adapter(policy, folder / "adapter")
+
+
+def main(argv=None):
+    vldac.main(argv, Args, train)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""RL4VLM (Zhai et al. 2024, arXiv 2405.10292) for vision-language agents, made of the parts of vldac.py.
+
+What VL-DAC is compared with: one ratio per environment step instead of one per token, in which a thought's
+log-probability has the weight lambda. Critic, KL term, warm-up and the rest are VL-DAC's, as in its paper.
+
+    python extras/rl4vlm.py --env OneRoom    takes vldac.py's options and --thought_coef
+"""
+
+import functools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import vldac  # noqa: E402
+
+
+@dataclass
+class Args(vldac.Args):
+    """The options of vldac.py, and one more."""
+
+    thought_coef: float = 0.5  # lambda, the weight of a thought's log-probability
+
+
+def rl4vlm_loss(newlogprobs, logprobs, advantages, weights, clip_coef):
+    """PPO's clip on one ratio per environment step, to minimise.
+
+    log pi(a_t | s_t) = lambda * sum of log p over the thought + sum of log p over the rest
+    weights (B, R): lambda on the thought's tokens, 1 on the others, 0 where masked; the rest as policy_loss.
+
+    >>> lp = torch.tensor([[0.4055, 0.1823]])  # ratios 1.5 and 1.2: 1.5^0.5 * 1.2 = 1.47, clipped at 1.2
+    >>> rl4vlm_loss(lp, torch.zeros(1, 2), torch.tensor([2.0]), torch.tensor([[0.5, 1.0]]), clip_coef=0.2)
+    tensor(-2.4000)
+    """
+    new = (newlogprobs.masked_fill(weights == 0, 0) * weights).sum(1, keepdim=True)  # (B, 1)
+    old = (logprobs.masked_fill(weights == 0, 0) * weights).sum(1, keepdim=True)  # (B, 1)
+    # A response is one token.
+    return vldac.policy_loss(new, old, advantages, torch.ones_like(new), clip_coef)
+
+
+def thought_weights(policy, micro):
+    """Lambda on the thought's tokens of a micro-batch, 1 on the others, 0 where masked: (B, R).
+
+    The thought ends before the token in which the last "action" key begins; without a key all is thought.
+    """
+    weights = micro.mask.float()
+    for b, length in enumerate(micro.mask.sum(1).tolist()):
+        tokens = micro.tokens[b, :length]
+        [response] = policy.decode([tokens])
+        keys = list(vldac.ACTION_KEY.finditer(response))
+        for r in range(length):
+            text_so_far = policy.tokenizer.decode(tokens[: r + 1])
+            if keys and len(text_so_far) > keys[-1].start():
+                break
+            weights[b, r] *= policy.args.thought_coef
+    return weights
+
+
+def main(argv=None):
+    train = functools.partial(vldac.train, surrogate=rl4vlm_loss, token_weights=thought_weights)
+    vldac.main(argv, Args, train)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""The toy: a vision-language model of half a million parameters, to watch the algorithm on a laptop.
+
+    python extras/toy.py FOLDER OPTIONS
+
+writes an ordinary model folder, a Qwen2-VL with processor and tokenizer, for `vldac.py --model FOLDER`.
+OPTIONS are some of vldac.Args, as JSON. `vldac.py --model tiny` runs this once and caches the folder.
+
+The toy is built from nothing and taught one world by imitation of (frame, caption, action) examples: to say
+the true caption as its thought, and as its action the world's hint with probability 1/4 (EZPoints: 1/2), else
+a uniformly random one. So it sees and speaks, and plays badly. The reinforcement learning sees no caption and
+no hint.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+sys.path += [str(Path(__file__).resolve().parent.parent), os.getcwd()]
+
+import envs  # noqa: E402
+import vldac  # noqa: E402
+
+FIXED_THOUGHT = "let me see"  # in a world without captions
+# How likely a taught action is the hint. EZPoints pays only for four right symbols in a row: with 1/4 that
+# happens about once in a hundred episodes, and some seeds never start to learn.
+HINT_SHARE = {"EZPoints": 0.5}  # of other worlds: 0.25
+NAMES = "endoftext im_start im_end vision_start vision_end image_pad video_pad".split()
+SPECIAL = [f"<|{name}|>" for name in NAMES]
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}{% if c.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclasses.dataclass
+class Example:
+    """A state of the world, and what may be said and done in it."""
+
+    turn: tuple  # messages and frames
+    caption: str
+    hint: str | None
+    hint_share: float
+    actions: list[str]
+    task: str
+    prompt: dict | None = None  # the turn, encoded
+
+    def response(self, rng) -> str:
+        action = self.hint
+        if not self.hint or rng.random() >= self.hint_share:
+            action = envs.random_action(self.actions, self.task, rng)
+        return json.dumps({"thoughts": self.caption, "action": action})
+
+
+def play(args, count, seed) -> list[Example]:
+    """States that a player meets who half of the time follows the hint, if there is one."""
+    rng = random.Random(seed)
+    share = HINT_SHARE.get(args.env, 0.25)
+    players = [vldac.Player(args) for _ in range(min(16, args.num_envs))]
+    for player in players:
+        player.reset(rng.randrange(2**30, 2**31))
+    examples = []
+    words = f"collecting examples of {args.env}"
+    with tqdm(desc=words, total=count, mininterval=vldac.BAR_INTERVAL, leave=False) as bar:
+        while len(examples) < count:
+            for player in players:
+                actions, hint = player.info["actions"], envs.describe(player.env, "hint")
+                caption = envs.describe(player.env, "caption") or FIXED_THOUGHT
+                examples.append(Example(player.turn(), caption, hint, share, actions, player.task))
+                action = hint
+                if not hint or rng.random() >= 0.5:
+                    action = envs.random_action(actions, player.task, rng)
+                # Steps without an action: what follows a response that did not parse must be known too.
+                _, done, _ = player.step(None if rng.random() < 0.15 else action)
+                if done:
+                    player.reset(rng.randrange(2**30, 2**31))
+            bar.update(len(players))
+    for player in players:
+        player.env.close()
+    return examples
+
+
+def build_tokenizer(prompts, responses):
+    """A byte-level tokenizer for such texts."""
+    raw = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.pre_tokenizer = pre_tokenizers.Sequence([digits, bytewise])
+    raw.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    sizes = {"vocab_size": 512, "max_token_length": 12, "show_progress": False}
+    trainer = trainers.BpeTrainer(special_tokens=SPECIAL, initial_alphabet=alphabet, **sizes)
+    raw.train_from_iterator(prompts + responses, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
+    # What every prompt repeats is a token a line: half the prompt's length, so half the work.
+    fixed = set(prompts[0].splitlines(keepends=True))
+    for prompt in prompts:
+        fixed &= set(prompt.splitlines(keepends=True))
+    tokenizer.add_tokens(["user\n", "assistant\n", *sorted(fixed)])
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def build_model(tokenizer, H=96, layers=2) -> Qwen2VLForConditionalGeneration:
+    """A Qwen2-VL of width H, a multiple of 48, with random weights."""
+    ids = dict(zip(NAMES, tokenizer.convert_tokens_to_ids(SPECIAL), strict=True))
+    init = 0.1  # transformers' default initial weights, 0.02, are for forty times the width
+    text = {
+        "hidden_size": H,
+        "intermediate_size": 3 * H,
+        "num_hidden_layers": layers,
+        "num_attention_heads": H // 24,
+        "num_key_value_heads": H // 48,
+        "vocab_size": len(tokenizer),
+        "initializer_range": init,
+        "bos_token_id": ids["im_start"],
+        "eos_token_id": ids["im_end"],
+        "pad_token_id": ids["endoftext"],
+        # A small theta: with 10,000 the width of an image turns the slowest and is as good as invisible.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10.0, "mrope_section": [2, 4, 6]},
+    }
+    vision = {"depth": 2, "embed_dim": 64, "hidden_size": H, "num_heads": 4, "mlp_ratio": 2}
+    vision |= {"patch_size": 14, "initializer_range": init}
+    config = Qwen2VLConfig(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=True,
+        image_token_id=ids["image_pad"],
+        video_token_id=ids["video_pad"],
+        vision_start_token_id=ids["vision_start"],
+        vision_end_token_id=ids["vision_end"],
+    )
+    config.initializer_range = init
+    model = Qwen2VLForConditionalGeneration(config)
+    model.generation_config.eos_token_id = ids["im_end"]
+    return model
+
+
+def quality(policy, examples) -> tuple[float, float]:
+    """The shares of sampled responses that parse, and of thoughts that equal the caption."""
+    parsed, true = 0, 0
+    for k in range(0, len(examples), 64):
+        some = examples[k : k + 64]
+        responses = policy.decode(policy.sample([example.prompt for example in some]))
+        for example, response in zip(some, responses, strict=True):
+            parsed += vldac.parse_action(response, example.actions) is not None
+            true += json.dumps(example.caption) in response
+    return parsed / len(examples), true / len(examples)
+
+
+def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
+    """Rounds until, on held-out frames, 0.98 of the responses parse and 0.93 of the thoughts are true."""
+    print(f"teaching a toy model to see and to speak in {args.env}; it is kept for later runs", flush=True)
+    torch.manual_seed(args.seed)
+    rng = random.Random(args.seed)
+    examples = play(args, count, args.seed)
+    held_out = play(args, min(512, count), args.seed + 1)
+    if all(example.caption == FIXED_THOUGHT for example in examples):
+        steps = min(steps, 100)  # there is little to learn
+    prompts = []
+    for example in examples[:500]:
+        [message], _ = example.turn
+        prompts.append(message["content"][-1]["text"])
+    tokenizer = build_tokenizer(prompts, [example.response(rng) for example in examples[:2000]])
+    pixels = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * args.max_image_tokens}
+    for part in (build_model(tokenizer), tokenizer, Qwen2VLImageProcessorPil(size=pixels)):
+        part.save_pretrained(folder)
+
+    args = dataclasses.replace(args, model=str(folder), device="cpu", dtype="float32", value_hidden=[])
+    policy = vldac.VLMPolicy(args)
+    policy.peft_model.base_model.disable_adapter_layers()  # the model itself is taught
+    for name, parameter in policy.vlm.named_parameters():
+        parameter.requires_grad_("lora_" not in name)
+    for example in examples + held_out:
+        example.prompt = policy.encode(*example.turn)
+        example.turn = None  # so that the frames are let go
+    by_caption = {}
+    for example in examples:
+        by_caption.setdefault(example.caption, []).append(example)
+    scenes = list(by_caption.values())  # rare ones are shown as often as common ones
+    optimizer = torch.optim.AdamW([p for p in policy.vlm.parameters() if p.requires_grad], fused=True)
+
+    for number in range(rounds):
+        bar = tqdm(range(steps), desc="teaching", mininterval=vldac.BAR_INTERVAL, leave=False)
+        for step in bar:
+            rate = vldac.cosine(step, steps, 2e-3, 1e-5)
+            optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / 50)
+            batch = [rng.choice(rng.choice(scenes)) for _ in range(batch_size)]
+            responses = []
+            for example in batch:
+                ids = tokenizer(example.response(rng), return_tensors="pt").input_ids[0]
+                responses.append(torch.cat([ids, policy.stop_ids]))
+            tokens = pad_sequence(responses, batch_first=True)
+            mask = pad_sequence([torch.ones_like(ids) for ids in responses], batch_first=True)
+            logprobs, _ = policy([example.prompt for example in batch], tokens, mask)
+            optimizer.zero_grad()
+            (-vldac.step_mean(logprobs, mask)).backward()
+            torch.nn.utils.clip_grad_norm_(policy.vlm.parameters(), 1.0)
+            optimizer.step()
+        parsed, true = quality(policy, held_out)
+        words = f"{parsed:.3f} of its responses parse, {true:.3f} of its thoughts are true"
+        print(f"after {(number + 1) * steps} steps, {words} (wanted: 0.98, 0.93)", flush=True)
+        if parsed >= 0.98 and true >= 0.93:
+            break
+    policy.peft_model.unload().save_pretrained(folder)
+
+
+# All that the lesson depends on, but for code and versions.
+OPTIONS = "env seed split num_envs num_images max_image_tokens max_new_tokens max_episode_steps".split()
+
+
+def cached_folder(args) -> Path:
+    """The folder of the toy for these options; where there is none yet, another process teaches it first."""
+    options = json.dumps({name: getattr(args, name) for name in OPTIONS})
+    parts = [options, Path(__file__).read_text(), torch.__version__, transformers.__version__]
+    parts += [inspect.getsource(vldac.build_prompt), inspect.getsource(envs)]
+    if ":" in args.env:  # the user's module, and that of the world itself
+        module, _, name = args.env.partition(":")
+        entry = gym.spec(name).entry_point
+        entry = entry.partition(":")[0] if isinstance(entry, str) else entry.__module__
+        parts += [inspect.getsource(importlib.import_module(name)) for name in (module, entry)]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vldac"
+    folder = cache / f"{re.sub(r'[^A-Za-z0-9]+', '-', args.env)}-{key}"
+    if not folder.exists():
+        alone = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}  # where torchrun has set others
+        subprocess.run([sys.executable, __file__, folder, options], env=alone, check=True)
+    return folder
+
+
+def main(folder, options):
+    args = vldac.Args(**json.loads(options))
+    building = Path(f"{folder}.{os.getpid()}")
+    if args.env in envs.TEXT:  # slow worlds: a short lesson, enough to see it run
+        teach(args, building, count=200, steps=150, rounds=1)
+    else:
+        teach(args, building)
+    if not os.path.exists(folder):  # another process may have been first
+        os.rename(building, folder)
+
+
+if __name__ == "__main__":
+    transformers.utils.logging.disable_progress_bar()  # of its shards, of which it has one
+    main(*sys.argv[1:])
