@@ -251,7 +251,7 @@ class CardGame(World):
     def step(self, action):
         observation, reward, terminated, truncated, info = super().step(action)
         if self.taken == type(self).limit:  # a rule of the game, so no time-out; a shorter limit is one
-            terminated = True
+            terminated, truncated = True, False
         return observation, reward, terminated, truncated, info
 
     def _frame(self):
@@ -377,7 +377,7 @@ class EZPoints(CardGame):
 
     def _step(self, action):
         if len(self.formula) > self.longest:
-            return -1, False  # the last step: the time limit ends the game, whatever was written
+            return -1, False  # the last step: its limit ends the game, whatever was written
         if action == "=":
             self.success = not self.free and evaluate(self.formula) == self.target
             return (10 if self.success else -1), True

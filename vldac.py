@@ -158,6 +158,33 @@ TOY = {
 }
 
 
+# -------------------------------------------------------------- several processes (torchrun), and messages
+
+
+def gather(items: list) -> list:
+    """The items of all processes in one list, by rank."""
+    if WORLD_SIZE == 1:
+        return items
+    parts = [None] * WORLD_SIZE
+    dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def average_gradients(parameters):
+    """The mean over processes, whose minibatches are equally large: the gradient of the whole minibatch."""
+    for parameter in parameters:
+        if WORLD_SIZE > 1 and parameter.grad is not None:  # in the warm-up, LoRA has none
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= WORLD_SIZE
+
+
+def say(text):
+    """Print a line above the progress bar, in the first process only."""
+    if RANK == 0:
+        tqdm.write(text)
+        sys.stdout.flush()
+
+
 # ------------------------------------------------------------------------------ the prompt and the parser
 
 
@@ -339,7 +366,7 @@ def kl_base(newlogprobs, baselogprobs, mask):
 
 
 def load_processor(path, max_image_tokens):
-    """A model's processor: chat template, tokenizer, images of max_image_tokens at most, if it can be told."""
+    """A model's processor: chat template, tokenizer, images (as large as max_image_tokens allows)."""
     cls = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path))]
 
     class ImagesAndText(cls):
@@ -352,9 +379,7 @@ def load_processor(path, max_image_tokens):
     ImagesAndText.__name__ = cls.__name__  # the name is looked up in the processor's configuration
     # One backend by name: else pixels depend on whether torchvision is installed.
     images = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
-    if hasattr(
-        images, "merge_size"
-    ):  # Qwen, GLM: a token is merge_size x merge_size patches; "edges" are areas
+    if hasattr(images, "merge_size"):  # Qwen, GLM: a token is merge_size^2 patches; "edges" are areas
         largest = max_image_tokens * (images.patch_size * images.merge_size) ** 2
         if "temporal_factor" in inspect.signature(images.resize).parameters:  # GLM counts a frame twice
             largest *= images.temporal_patch_size
@@ -362,9 +387,11 @@ def load_processor(path, max_image_tokens):
     if hasattr(images, "max_soft_tokens"):  # Gemma 4 knows five sizes
         fitting = [size for size in (70, 140, 280, 560, 1120) if size <= max_image_tokens]
         images.max_soft_tokens = max(fitting, default=70)
-    parts = {"image_processor": images, "tokenizer": transformers.AutoTokenizer.from_pretrained(path)}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    parts = {"image_processor": images, "tokenizer": tokenizer}
+    all_parts = [parts.get(name) for name in cls.get_attributes()]
     settings, _ = cls.get_processor_dict(path)
-    processor = ImagesAndText.from_args_and_dict([parts.get(name) for name in cls.get_attributes()], settings)
+    processor = ImagesAndText.from_args_and_dict(all_parts, settings)
     # One tile per frame:
     if hasattr(images, "crop_to_patches"):  # InternVL
         processor.images_kwargs = {"crop_to_patches": False}
@@ -468,7 +495,7 @@ class VLMPolicy(nn.Module):
         self.check_frames()
 
     def check_frames(self):
-        """UserError unless a frame is one run of placeholders, equally long alone and beside another frame."""
+        """UserError unless a frame is one run of placeholders, equally long alone and beside another."""
         blank = np.zeros((480, 640, 3), np.uint8)
         runs = []
         for count in (1, 2):
@@ -739,15 +766,6 @@ def score(policy, minibatches, last_prompts):
     return values, last_values
 
 
-def gather(items: list) -> list:
-    """The items of all processes in one list, by rank."""
-    if WORLD_SIZE == 1:
-        return items
-    parts = [None] * WORLD_SIZE
-    dist.all_gather_object(parts, items)
-    return [item for part in parts for item in part]
-
-
 def add_advantages(steps, minibatches, values, last_values, args: Args) -> dict[str, float | None]:
     """Add advantages, normalised over the rollout, and returns to the micro-batches.
 
@@ -755,9 +773,12 @@ def add_advantages(steps, minibatches, values, last_values, args: Args) -> dict[
     Returns statistics for the log.
     """
     values = values.view(-1, len(last_values))  # (T, N)
-    rewards = torch.tensor([step.reward for step in steps]).to(values).view_as(values)
-    dones = torch.tensor([step.done for step in steps], device=values.device).view_as(values)
-    timed_out = torch.tensor([step.timed_out for step in steps], device=values.device).view_as(values)
+
+    def of_steps(name):
+        column = [getattr(step, name) for step in steps]
+        return torch.tensor(column, device=values.device).view_as(values)  # (T, N)
+
+    rewards, dones, timed_out = of_steps("reward"), of_steps("done"), of_steps("timed_out")
     # Deviation 14: a time-out says nothing about the action that met it. In every world its step has
     # advantage 0 before the normalisation, and the steps before it bootstrap from its value; its own reward,
     # such as MiniWorld's -1, is not learned from. The released code does so in MiniWorld only.
@@ -778,14 +799,6 @@ def add_advantages(steps, minibatches, values, last_values, args: Args) -> dict[
 
 
 # --------------------------------------------------------------------------------------------- the update
-
-
-def average_gradients(parameters):
-    """The mean over processes, whose minibatches are equally large: the gradient of the whole minibatch."""
-    for parameter in parameters:
-        if WORLD_SIZE > 1 and parameter.grad is not None:  # in the warm-up, LoRA has none
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= WORLD_SIZE
 
 
 def update(policy, optimizer, minibatches, args: Args, value_only=False, surrogate=policy_loss):
@@ -1023,7 +1036,7 @@ def charts(policy, steps, minibatches, losses, times, episodes) -> dict:
         kl.append(kl_base(micro.logprobs, micro.baselogprobs, micro.mask).item())
         entropy.append(-step_mean(micro.logprobs, micro.mask).item())
         sizes.append(len(micro.rows))
-    if sizes:
+    if sizes:  # LOOP may have nothing to learn from
         row["losses/kl_base"] = np.average(kl, weights=sizes).item()
         row["losses/entropy"] = np.average(entropy, weights=sizes).item()
     row |= {f"losses/{name}": x for name, x in losses.items()}
@@ -1054,13 +1067,6 @@ COLUMNS = {  # of the line that is printed after an update
 }
 
 
-def say(text):
-    """Print a line above the progress bar, in the first process only."""
-    if RANK == 0:
-        tqdm.write(text)
-        sys.stdout.flush()
-
-
 def write_row(folder: Path, row: dict, args: Args):
     """A row of log.jsonl, its line on the screen, and its numbers for Weights & Biases if asked."""
     if RANK > 0:
@@ -1071,7 +1077,10 @@ def write_row(folder: Path, row: dict, args: Args):
         numbers = [row.get(key) for key in COLUMNS.values()]  # LOOP has no explained variance
         cells = ["-" if x is None else f"{x:.3f}" for x in numbers]
         say(f"{row['global_step']:>8}" + "".join(f"{cell:>9}" for cell in cells))
-    evaluation = [f"{key[5:]} {x:.3g}" for key, x in row.items() if key.startswith("eval/") and x is not None]
+    evaluation = []
+    for key, x in row.items():
+        if key.startswith("eval/") and x is not None:
+            evaluation.append(f"{key.removeprefix('eval/')} {x:.3g}")
     if evaluation:
         say(f"{row['global_step']:>8}  on {args.eval_episodes} fixed seeds: {', '.join(evaluation)}")
     with open(folder / "log.jsonl", "a" if row["update"] > 0 else "w") as file:
@@ -1212,12 +1221,12 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
         if start.model == "tiny":
             changes = TOY | changes | {"gradient_checkpointing": False}
         parser.set_defaults(**changes)
-    if given.adapter:
-        try:
-            adapter = json.loads(Path(given.adapter, "adapter_config.json").read_text())
-            lora = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"]}
-        except (OSError, ValueError, KeyError) as error:
-            parser.error(f"--adapter {given.adapter} is not the folder of an adapter: {error}")
+    if given.adapter:  # it brings its rank
+        config = Path(given.adapter, "adapter_config.json")
+        if not config.exists():
+            parser.error(f"--adapter {given.adapter} is not the folder of an adapter: no {config.name}")
+        adapter = json.loads(config.read_text())
+        lora = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"]}
         parser.set_defaults(**lora)
     args = options(**vars(parser.parse_args(argv)))
     if given.adapter and lora != {name: getattr(args, name) for name in lora}:
@@ -1243,7 +1252,6 @@ def open_run(args: Args) -> Path:
     variant = [] if program == "vldac" else [program]
     name = "-".join([args.env, Path(args.model).name, *variant, str(args.seed)])
     name = args.run_name or re.sub(r"[^\w.-]+", "-", name)
-    toy = None
     if args.model == "tiny":
         script = Path(__file__).parent / "extras" / "toy.py"
         if not script.exists():
@@ -1256,11 +1264,10 @@ def open_run(args: Args) -> Path:
             break
         except FileExistsError:  # a taken name gets -2, -3 ...
             continue
-    saved = dict(vars(args))
-    if toy:
+    (folder / "args.tmp").write_text(json.dumps(vars(args), indent=1))
+    if args.model == "tiny":
         shutil.copytree(toy, folder / "base")
         args.model = str(folder / "base")
-    (folder / "args.tmp").write_text(json.dumps(saved, indent=1))
     os.replace(folder / "args.tmp", folder / "args.json")  # last: a folder with args.json is complete
     return folder
 
@@ -1299,7 +1306,6 @@ def main(argv=None, options=Args, train=train):
         changed = [f"{name} {x}" for name, x in vars(args).items() if x != getattr(defaults, name)]
         say(f"{folder}: {args.model} on {args.device}; not at their defaults are {', '.join(changed)}")
         say(f"to go on after any stop: {resume} {folder}")
-        say("success and return are shown once every player has ended an episode")
         train(args, folder)
         say(f"to look at it: python eval.py page {folder}")
         if WORLD_SIZE > 1:

@@ -20,10 +20,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import toy  # noqa: E402
+
 import vldac  # noqa: E402
 from envs import AnyText  # noqa: E402
-
-import toy  # noqa: E402
 
 SETTING = {
     "layers": 2,
