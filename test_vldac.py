@@ -640,8 +640,9 @@ def test_the_first_minibatch_has_ratio_one_to_the_bit(family, dtype, model_folde
     assert policy.vlm.get_output_embeddings().weight.dtype == getattr(torch, dtype)
     trained = [*policy.lora_parameters(), *policy.value_head.parameters()]
     assert {p.dtype for p in trained} == {torch.float32}
-    logprobs = minibatches[0][0].logprobs
-    assert not logprobs.equal(logprobs.bfloat16().float())
+    micro = minibatches[0][0]
+    for exact in policy(micro.prompts, micro.tokens, micro.mask):  # log-probabilities and values
+        assert not exact.equal(exact.bfloat16().float())
 
 
 def test_the_first_minibatch_has_ratio_one_around_an_adapter_made_with_dropout(model, tmp_path):
