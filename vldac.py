@@ -8,19 +8,20 @@ once per environment step, and the value head's gradient stops at the backbone.
 
     L = L_policy + beta * L_KL + alpha * L_value                                                     (Eq. 6)
 
-    L_policy  PPO's clip on every token; all tokens of step t share the advantage A_t,
-              normalised over the rollout                                                            (Eq. 3)
+    L_policy  PPO's clip on every token; all tokens of step t share its advantage, by GAE over the
+              environment steps, then normalised over the rollout                                    (Eq. 3)
     L_value   1/2 (V(s_t) - G_t)^2, where V(s_t) = MLP(stopgrad(h_t)), h_t is the last layer's hidden state at
-              the last prompt token, and G_t = V(s_t) + A_t, with A_t by GAE before it is normalised (Eq. 4)
-    L_KL      divergence from the sampling policy (Eq. 5) or, the default, from the model before training
+              the last prompt token, and G_t is V(s_t) plus the advantage before it is normalised    (Eq. 4)
+    L_KL      divergence from the sampling policy (Eq. 5) or, the default, from the model without its adapter
     In the first `value_warmup` updates only the value head learns. There is no entropy bonus.
 
 Letters: N environments of a process, T steps per rollout, B environment steps (of a rollout or of a part of
 it), P prompt length, R response length (both padded), H hidden size. Tensors (T, N) and (B,) are per
 environment step, (B, R) per token. "Deviation n" says where the code differs from the paper or its released
 code, and why.
-Where to begin: `train`. Without a GPU the model is a toy, a tiny VLM that extras/toy.py first teaches to see
-and to speak by imitation, so that one can watch the algorithm on a laptop.
+Where to begin: the loop of `train`, which calls `collect`, `make_minibatches`, `score`, `add_advantages` and
+`update`. Without a GPU the model is a toy, a tiny VLM that extras/toy.py first teaches to see and to speak by
+imitation, so that one can watch the algorithm on a laptop.
 
     python vldac.py --env OneRoom                  Qwen2-VL-7B where there is a GPU, else a toy model
     python vldac.py --env NumberLine --model tiny  the toy on a card game, no OpenGL needed
@@ -77,7 +78,8 @@ class Args:
     """Every option and its default. Where they are from is in docs/guide.md.
 
     The rule: the paper's Table 6 where it speaks, else the effective value of the released code, unless that
-    is a bug. `Args(...)` alone knows nothing of what some worlds and the toy change in it: `parse_args` does.
+    is a bug. In a notebook give a model: `Args(...)` alone teaches no toy, and does not know what some worlds
+    and the toy change in it.
     """
 
     env: str = "OneRoom"  # a world of envs.py, a Gymnasium id, or module:id (of your own, say)
@@ -94,7 +96,7 @@ class Args:
     max_episode_steps: int | None = None  # default: the world's own limit
     invalid_reward: float | None = None  # for a response without admissible action; default: the world's own
     num_images: int = 4  # newest frames in the prompt
-    max_image_tokens: int = 256  # per frame, if the processor can be told; Qwen3-VL enlarges small frames
+    max_image_tokens: int = 256  # per frame, if the model can do so; Qwen3-VL and 3.5 exceed a small one
     temperature: float = 1.0
     max_new_tokens: int = 256
     # update
@@ -115,7 +117,7 @@ class Args:
     # model
     lora_rank: int = 16
     lora_alpha: int = 32  # PEFT's scale, not the alpha of Eq. 6
-    value_hidden: list[int] = field(default_factory=lambda: [3072, 2048])  # layers of the value head
+    value_hidden: list[int] = field(default_factory=lambda: [3072, 2048])  # widths in the value head
     gradient_checkpointing: bool = False  # slower, for most of the activation memory
     # the run
     eval_episodes: int = 50  # on fixed seeds, before and after training, the best adapter to best/; 0: none
@@ -142,7 +144,7 @@ class Args:
 CARDS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0}
 LONG_PROMPTS = {"num_images": 1, "gradient_checkpointing": True}
 WORLDS = {
-    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # to win over TOY's
+    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # TOY has fewer
     **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARDS),
     **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPTS),
 }
@@ -195,7 +197,7 @@ def build_prompt(observations, actions, task, taken, left) -> list[dict]:
     actions       the admissible actions
     taken, left   how many actions were taken, and how many are left
 
-    >>> [turn] = build_prompt([{"image": None, "text": "It is dark."}], ["go", "wait"], "leave", 2, 8)
+    >>> [turn] = build_prompt([{"text": "It is dark."}], ["go", "wait"], "leave", 2, 8)
     >>> [part["type"] for part in turn["content"]]
     ['image', 'text']
     >>> print(turn["content"][1]["text"])
@@ -335,7 +337,7 @@ def kl_old(newlogprobs, logprobs, mask):
     """D_KL(new || old) in nats per token, from tokens the old policy sampled (Eq. 5): r log r - (r - 1).
 
     newlogprobs, logprobs, mask  (B, R) as in policy_loss; r = new / old. Never negative. In expectation,
-    both its value and its gradient are those of the divergence.
+    both its value and its gradient are those of the divergence, as E_old[r f] = E_new[f].
 
     >>> kl_old(torch.full((1, 1), math.log(2.0)), torch.zeros(1, 1), torch.ones(1, 1))  # 2 log 2 - 1
     tensor(0.3863)
@@ -349,7 +351,8 @@ def kl_base(newlogprobs, baselogprobs, mask):
 
     newlogprobs, baselogprobs, mask  (B, R). On tokens sampled from `new`, its value estimates
     D_KL(new || base) and its gradient is that of D_KL(base || new): it pulls up what the base would say.
-    `update` has tokens of the policy before the update, and does not weight them (neither does GRPO).
+    The function `update` has tokens of the policy before the update, and does not weight them by r (neither
+    does GRPO).
     The base is the model without its adapter, also in a run that started from a trained adapter.
     Source: Schulman's estimator k3.
 
@@ -379,7 +382,7 @@ def load_processor(path, max_image_tokens):
     ImagesAndText.__name__ = cls.__name__  # the name is looked up in the processor's configuration
     # One backend by name: else pixels depend on whether torchvision is installed.
     images = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
-    if hasattr(images, "merge_size"):  # Qwen, GLM: a token is merge_size^2 patches; "edges" are areas
+    if hasattr(images, "merge_size"):  # Qwen, GLM: a token is merge_size^2 patches; "edges" count pixels
         largest = max_image_tokens * (images.patch_size * images.merge_size) ** 2
         if "temporal_factor" in inspect.signature(images.resize).parameters:  # GLM counts a frame twice
             largest *= images.temporal_patch_size
@@ -403,11 +406,11 @@ def load_processor(path, max_image_tokens):
 
 
 def add_lora(vlm, args: Args) -> PeftModel:
-    """The frozen VLM with adapters in fp32: new ones, or those of --adapter."""
+    """The frozen VLM with adapters (in fp32, PEFT's default): new ones, or those of --adapter."""
     if args.adapter:
         model = PeftModel.from_pretrained(vlm, args.adapter, is_trainable=True)
     else:
-        # Deviation 6: LoRA on all linear layers of the language model, but routers, and on no others. The
+        # Deviation 6: LoRA on all linear layers of the language model, but a mixture of experts' routers. The
         # released code's names also match parts of some vision towers.
         decoder = vlm.get_decoder()
         [decoder_name] = [name for name, module in vlm.named_modules() if module is decoder]
@@ -557,7 +560,7 @@ class VLMPolicy(nn.Module):
             output = self.vlm.generate(**inputs)
         tokens = output[:, inputs["input_ids"].shape[1] :]  # (B, R)
         stops = torch.isin(tokens, self.stop_ids).long()
-        stops_before = stops.cumsum(1) - stops  # (B, R), in the columns to the left
+        stops_before = stops.cumsum(1) - stops  # (B, R), strictly before this column
         lengths = (stops_before == 0).sum(1)  # (B,)
         return [row[:length] for row, length in zip(tokens, lengths, strict=True)]
 
@@ -708,7 +711,7 @@ class MicroBatch:
     prompts: list[dict]  # B
     tokens: torch.Tensor  # (B, R)
     mask: torch.Tensor  # (B, R)
-    weights: torch.Tensor  # (B, R) the mask of the policy loss; another algorithm's may be fractions
+    weights: torch.Tensor  # (B, R) what the surrogate takes as its mask; fractions in extras/rl4vlm.py
     # `score` adds:
     logprobs: torch.Tensor | None = None  # (B, R) under the policy that sampled
     baselogprobs: torch.Tensor | None = None  # (B, R) under the model before training
@@ -748,14 +751,15 @@ def score(policy, minibatches, last_prompts):
 
     Returns the values (B,) of all steps, and those (N,) of the states after the rollout, if there are any.
     """
-    # A forward pass like the one that is trained, as generate() rounds in other ways. So all ratios of the
-    # first minibatch are 1; their largest distance from 1 is logged as ratio_first.
+    # A forward pass like the one that is trained, as generate() rounds in other ways. How far the ratios of
+    # the first minibatch still are from 1 is logged as ratio_first.
     policy.eval()
     micro_batches = list(itertools.chain(*minibatches))
     B = sum(len(micro.rows) for micro in micro_batches)
     values = torch.zeros(B, device=policy.args.device)
     for micro in micro_batches:
-        micro.logprobs, values[micro.rows] = policy(micro.prompts, micro.tokens, micro.mask)
+        micro.logprobs, step_values = policy(micro.prompts, micro.tokens, micro.mask)
+        values[micro.rows] = step_values
     with policy.peft_model.disable_adapter():  # once, as it walks through the whole model
         for micro in micro_batches:
             micro.baselogprobs, _ = policy(micro.prompts, micro.tokens, micro.mask)
@@ -779,9 +783,10 @@ def add_advantages(steps, minibatches, values, last_values, args: Args) -> dict[
         return torch.tensor(column, device=values.device).view_as(values)  # (T, N)
 
     rewards, dones, timed_out = of_steps("reward"), of_steps("done"), of_steps("timed_out")
-    # Deviation 14: a time-out says nothing about the action that met it. In every world its step has
-    # advantage 0 before the normalisation, and the steps before it bootstrap from its value; its own reward,
-    # such as MiniWorld's -1, is not learned from. The released code does so in MiniWorld only.
+    # Deviation 14: no time-out is learned from; in the released code this is so in MiniWorld only. With V as
+    # its reward and nothing after it, delta = V - V: the step has return V and advantage 0 (before the
+    # normalisation), and the steps before it bootstrap from V. Its own reward is dropped: MiniWorld's -1 says
+    # little about the last actions, and made learning slower (docs/study.md).
     rewards = torch.where(timed_out, values, rewards)
     advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
 
@@ -827,7 +832,7 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False, surroga
                     kl = kl_base(newlogprobs, micro.baselogprobs, mask)
                 else:
                     kl = kl_old(newlogprobs, logprobs, mask)  # Eq. 5
-                if value_only:  # the other losses are only for the log
+                if value_only:  # the policy loss is only for the log
                     loss = args.vf_coef * v_loss
                 else:
                     loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss  # Eq. 6
@@ -836,7 +841,7 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False, surroga
                 with torch.no_grad():
                     logratio = newlogprobs - logprobs
                     ratio = logratio.exp()
-                    if epoch == number == 0:
+                    if epoch == 0 and number == 0:
                         ratio_first = max(ratio_first, (ratio - 1).abs().max().item())
                     clipped = ((ratio - 1).abs() > args.clip_coef).float()
                     losses = {
@@ -844,6 +849,9 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False, surroga
                         "value_loss": v_loss,
                         "approx_kl": step_mean((ratio - 1) - logratio, mask),  # D(old || new), as in CleanRL
                         "clipfrac": step_mean(clipped, mask),
+                        # Of the policy that sampled, estimated from its tokens:
+                        "kl_base": kl_base(logprobs, micro.baselogprobs, mask),
+                        "entropy": -step_mean(logprobs, mask),
                     }
                 stats.append({name: loss.item() for name, loss in losses.items()})
                 sizes.append(len(micro.rows))
@@ -911,7 +919,7 @@ def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
         for player in players:
             player.next_episode()
         first, recent = 1, []  # recent: the last 100 episodes
-        evaluation, best = evaluate_and_keep_best(policy, eval_players, folder, best=NO_RESULT)
+        evaluation, best = evaluate_and_keep_best(policy, eval_players, folder, best=())
         write_row(folder, {"update": 0, "global_step": 0} | evaluation, args)
         save_checkpoint(folder, policy, optimizer, players, update=0, best=best, recent=recent)
 
@@ -937,9 +945,9 @@ def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
 
         row = {"update": u, "global_step": u * rollout_steps, "episodes": gather(episodes)}
         recent = (recent + row["episodes"])[-100:]
-        # Short episodes, often successes, end first: a fair rate waits for one of every player.
+        # Short episodes, often successes, end first: a fair rate waits for each player's first to end.
         fair = all(gather([player.episode > 1 for player in players]))
-        row |= charts(policy, steps, minibatches, stats, times, recent if fair else [])
+        row |= charts(policy, steps, stats, times, recent if fair else [])
         row["charts/learning_rate"] = rate
         if u == num_updates or (args.eval_every and u % args.eval_every == 0):
             evaluation, best = evaluate_and_keep_best(policy, eval_players, folder, best)
@@ -993,13 +1001,11 @@ def summary(episodes) -> dict[str, float | None]:
     }
 
 
-NO_RESULT = (-math.inf, -math.inf)  # worse than any
-
-
 def evaluate_and_keep_best(policy, players, folder: Path, best):
     """An evaluation for the log, if it is asked for; an adapter that is better than all before goes to best/.
 
-    best  the highest (success rate, return) so far. Returns the row's part, and the new best.
+    best  the highest (success rate, return) so far, () if there is none. Returns the row's part, and the new
+          best. As the best of several evaluations on the same seeds, its rate on them is somewhat too high.
     """
     args = policy.args
     if args.eval_episodes == 0:
@@ -1015,11 +1021,11 @@ def evaluate_and_keep_best(policy, players, folder: Path, best):
 # ---------------------------------------------------------------------------- the log and the checkpoint
 
 
-def charts(policy, steps, minibatches, losses, times, episodes) -> dict:
+def charts(policy, steps, losses, times, episodes) -> dict:
     """What the log keeps of an update: its losses, means over its steps, and over `episodes`, if any.
 
-    Of several processes, the means over steps and the losses are the first one's (but for advantage_std and
-    ratio_first, which are of all); the episodes are those of all.
+    Of several processes, the means over steps and the losses are the first one's; the episodes, ratio_first,
+    advantage_std and the norms of the gradients are those of all.
     """
     of_episodes = summary(episodes) if episodes else {}
     cut = [step.tokens[-1] not in policy.stop_ids for step in steps]  # by max_new_tokens
@@ -1031,14 +1037,6 @@ def charts(policy, steps, minibatches, losses, times, episodes) -> dict:
         "charts/cut_share": np.mean(cut).item(),
         "charts/response_length": np.mean([len(step.tokens) for step in steps]).item(),
     }
-    kl, entropy, sizes = [], [], []  # of the policy that sampled, estimated from the tokens that it sampled
-    for micro in itertools.chain(*minibatches):
-        kl.append(kl_base(micro.logprobs, micro.baselogprobs, micro.mask).item())
-        entropy.append(-step_mean(micro.logprobs, micro.mask).item())
-        sizes.append(len(micro.rows))
-    if sizes:  # LOOP may have nothing to learn from
-        row["losses/kl_base"] = np.average(kl, weights=sizes).item()
-        row["losses/entropy"] = np.average(entropy, weights=sizes).item()
     row |= {f"losses/{name}": x for name, x in losses.items()}
     row["charts/env_steps_per_second"] = len(steps) * WORLD_SIZE / (times[-1] - times[0])
     row["time/collect"], row["time/score"], row["time/update"] = np.diff(times).tolist()
@@ -1074,7 +1072,7 @@ def write_row(folder: Path, row: dict, args: Args):
     if row["update"] % 10 == 1:
         say("   steps" + "".join(f"{name:>9}" for name in COLUMNS))
     if row["update"] > 0:
-        numbers = [row.get(key) for key in COLUMNS.values()]  # LOOP has no explained variance
+        numbers = [row.get(key) for key in COLUMNS.values()]  # extras/loop.py has no explained variance
         cells = ["-" if x is None else f"{x:.3f}" for x in numbers]
         say(f"{row['global_step']:>8}" + "".join(f"{cell:>9}" for cell in cells))
     evaluation = []
@@ -1172,12 +1170,13 @@ def mistakes(args: Args) -> list[str]:
     found = []
     for name, x in vars(args).items():
         least = 0 if name in MAY_BE_ZERO else 1
-        if type(x) is int and x < least:
+        numbers = x if isinstance(x, list) else [x]
+        if any(type(number) is int and number < least for number in numbers):
             found.append(f"--{name} must be at least {least}")
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(args, name) <= 1:
             found.append(f"--{name} must be between 0 and 1")
-    for name in ("learning_rate", "temperature"):
+    for name in ("learning_rate", "final_learning_rate", "temperature"):
         if not getattr(args, name) > 0:
             found.append(f"--{name} must be above 0")
     steps = args.num_envs * args.num_steps
@@ -1190,7 +1189,8 @@ def mistakes(args: Args) -> list[str]:
         found.append("--track needs Weights & Biases: pip install wandb")
     if args.model != "tiny":
         try:
-            AutoConfig.from_pretrained(args.model)
+            if type(AutoConfig.from_pretrained(args.model)) not in PROCESSOR_MAPPING:
+                found.append(f"--model {args.model}: it takes no images")
         except (OSError, ValueError) as reason:
             reason = " ".join(str(reason).split())  # the hub's has several lines
             found.append(f"--model {args.model}: {reason}")
@@ -1289,9 +1289,11 @@ def main(argv=None, options=Args, train=train):
     resume = f"{launcher} {sys.argv[0]} --resume"
     try:
         args = parse_args(argv, options)
-        if args.model == "tiny" and os.path.exists("/dev/nvidia0") and not torch.cuda.is_available():
-            reason = "it is a build for the CPU, or the driver is too old for it"
-            say(f"the toy, as PyTorch {torch.__version__} does not find the GPU of this machine: {reason}")
+        if args.model == "tiny" and args.device == "cpu" and os.path.exists("/dev/nvidia0"):
+            reason = f"PyTorch {torch.__version__} does not find it (a build for the CPU, or an old driver?)"
+            if torch.cuda.is_available():
+                reason = "--device cpu"
+            say(f"the toy on the CPU, though this machine has an NVIDIA GPU: {reason}")
         envs.check_world(Player(args).env)  # before a model is loaded
         if RANK == 0:
             folder = open_run(args)  # it may teach the toy, so it comes before the others are joined
@@ -1302,9 +1304,10 @@ def main(argv=None, options=Args, train=train):
             # The processes wait for each other as long as the toy's lesson or an update may take.
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(days=1))
             folder, args = gather([(folder, args)])[0]
-        defaults = options()
+        defaults = options(model=args.model, device=args.device, dtype=args.dtype)
         changed = [f"{name} {x}" for name, x in vars(args).items() if x != getattr(defaults, name)]
-        say(f"{folder}: {args.model} on {args.device}; not at their defaults are {', '.join(changed)}")
+        say(f"{folder}: {args.model} on {args.device} in {args.dtype}")
+        say(f"not at their defaults: {', '.join(changed) or 'none'}")
         say(f"to go on after any stop: {resume} {folder}")
         train(args, folder)
         say(f"to look at it: python eval.py page {folder}")

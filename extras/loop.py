@@ -1,7 +1,8 @@
 """LOOP (Chen et al. 2025, arXiv 2502.01600) for vision-language agents, made of the parts of vldac.py.
 
 What VL-DAC is compared with: K episodes from the same start; an episode's advantage is its return less the
-mean of the others', and all its tokens share it; no critic. KL term and cosine are VL-DAC's, as in its paper.
+mean of the others', and all its tokens share it; no critic, so what concerns one has no effect (gamma,
+gae_lambda, value_warmup, value_hidden, stop_grad). KL term and cosine are VL-DAC's, as in its paper.
 
     python extras/loop.py --env OneRoom    takes vldac.py's options and --group_size; one process
 """
@@ -116,6 +117,7 @@ def train(args, folder):
     eval_players = [vldac.Player(eval_args) for _ in range(min(args.num_envs, args.eval_episodes))]
     vldac.set_seed(args.seed)
     policy = vldac.VLMPolicy(args)
+    vldac.say(f"LoRA is on {len(policy.lora_parameters()) // 2} linear layers of the language model")
     optimizer = vldac.make_optimizer(policy, args)
     unit = args.num_envs * args.num_steps  # environment steps of an update of VL-DAC: the schedule's unit
     num_updates = args.total_timesteps // unit
@@ -125,7 +127,7 @@ def train(args, folder):
     else:
         u = step = 0
         recent = []
-        evaluation, best = vldac.evaluate_and_keep_best(policy, eval_players, folder, vldac.NO_RESULT)
+        evaluation, best = vldac.evaluate_and_keep_best(policy, eval_players, folder, best=())
         vldac.write_row(folder, {"update": 0, "global_step": 0} | evaluation, args)
         state = {"update": u, "step": step, "best": best, "recent": recent}
         vldac.save_checkpoint(folder, policy, optimizer, players=[], **state)
@@ -153,7 +155,7 @@ def train(args, folder):
         steps = list(itertools.chain(*episodes))
         step += len(steps)
         row = {"update": u, "global_step": step, "episodes": results}
-        row |= vldac.charts(policy, steps, minibatches, losses, times, recent)
+        row |= vldac.charts(policy, steps, losses, times, recent)
         row["charts/learning_rate"] = rate
         last = step + unit > args.total_timesteps
         if last or (args.eval_every and u % args.eval_every == 0):

@@ -20,6 +20,7 @@ class Doors(gym.Env):
     def step(self, action):
         success = action == f"open {self.green}"
         observation, info = self.observe(success)
+        # The fourth is `truncated`: the reward of a step that is only truncated is not learned from.
         return observation, float(success), action.startswith("open"), False, info
 
     def observe(self, success):

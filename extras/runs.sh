@@ -7,8 +7,8 @@
 # * OneRoom, seeds 40 to 49: VL-DAC, RL4VLM (lambda 0.5) and LOOP. The other worlds, seeds 40 to 44: VL-DAC.
 #   The default options, but 200 episodes in each evaluation.
 # * The primary figure is success averaged over the run (Curve.mean in eval.py). RL4VLM and LOOP are each tested
-#   against VL-DAC by the exact rank-sum test; of two tests, a p below 0.025 counts. `python eval.py methods
-#   docs/logs/OneRoom-*` computes it, with VL-DAC's logs named first.
+#   against VL-DAC by the exact rank-sum test; of two tests, a p below 0.025 counts.
+#   `python eval.py methods docs/logs/OneRoom-{VL-DAC,RL4VLM,LOOP}-*` computes it.
 # * Every seed is reported. After a failure of one of them nothing is changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
