@@ -2658,7 +2658,7 @@ def test_precedence_is_command_line_world_toy_default(model):
     assert args.clip_coef == Args.clip_coef
     full_id = vldac.parse_args(["--env", "vldac/EZPoints-v0", "--device", "cpu"])
     assert full_id.gamma == 1.0 and full_id.env == "EZPoints"  # by which toy.py knows its lesson
-    assert vldac.parse_args(["--device", "cpu"]).total_timesteps == 15_360  # the toy's
+    assert vldac.parse_args(["--device", "cpu"]).total_timesteps == 20_480  # the toy's
     assert vldac.parse_args(["--env", "EZPoints", "--model", model]).total_timesteps == 51_200
     for world in ("FourRooms", "WallGap"):  # the paper's number, also for the toy
         assert vldac.parse_args(["--env", world, "--device", "cpu"]).total_timesteps == 51_200

@@ -149,7 +149,7 @@ WORLDS = {
     **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPTS),
 }
 TOY = {
-    "total_timesteps": 15_360,
+    "total_timesteps": 20_480,
     "num_images": 1,
     "max_image_tokens": 16,
     "max_new_tokens": 40,

@@ -84,9 +84,8 @@ def play(args, count, seed) -> list[Example]:
                 actions, hint = player.info["actions"], envs.describe(player.env, "hint")
                 caption = envs.describe(player.env, "caption") or FIXED_THOUGHT
                 examples.append(Example(player.turn(), caption, hint, share, actions, player.task))
-                action = hint
-                if not hint or rng.random() >= 0.5:
-                    action = envs.random_action(actions, player.task, rng)
+                follows = hint and rng.random() < 0.5
+                action = hint if follows else envs.random_action(actions, player.task, rng)
                 # Steps without an action: what follows a response that did not parse must be known too.
                 _, done, _ = player.step(None if rng.random() < 0.15 else action)
                 if done:
