@@ -2440,12 +2440,13 @@ def test_two_processes_of_four_have_the_gradient_of_one_of_eight(tmp_path, model
     assert any(gradient.abs().max() > 1e-3 for gradient in gradients)
 
 
-def test_a_run_of_two_processes(run, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("main", [vldac.main, rl4vlm.main], ids=["vldac", "rl4vlm"])
+def test_a_run_of_two_processes(main, run, tmp_path, monkeypatch, capfd):
     """Totals are totals, seeds differ, one process writes; killed and resumed, the log is the same."""
     sizes = [*LONG, "--num_envs", 4, "--num_steps", 2]
 
     def both(name):
-        return forked(lambda: run(TROUBLED, *sizes, name=name), ranks=2)
+        return forked(lambda: run(TROUBLED, *sizes, name=name, main=main), ranks=2)
 
     assert both("whole") == [0, 0]
     assert capfd.readouterr().out.count("to go on after any stop") == 1
@@ -2459,7 +2460,7 @@ def test_a_run_of_two_processes(run, tmp_path, monkeypatch, capfd):
     assert -signal.SIGKILL in both("part")
     monkeypatch.delenv("TROUBLE")
     resume = ["--resume", str(tmp_path / "part")]
-    assert forked(lambda: vldac.main(resume), ranks=2) == [0, 0]
+    assert forked(lambda: main(resume), ranks=2) == [0, 0]
     same_runs(tmp_path / "whole", tmp_path / "part")
 
 
