@@ -3234,6 +3234,16 @@ def test_the_readme_s_tokens_of_a_frame(family, name, model_folder):
     assert [str(count) for count in counts] == [*row]
 
 
+def test_the_table_of_results_is_what_the_command_above_it_prints(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = Path("docs/results.md").read_text(encoding="utf-8")
+    table = r"`python eval\.py (\w+) ([^`]+)` prints:\n\n<!-- results -->\n(.*?)\n<!-- end -->"
+    [[command, paths, printed]] = re.findall(table, page, re.S)
+    words = subprocess.run(["bash", "-c", f"echo {paths}"], capture_output=True, text=True).stdout.split()
+    evaluation.main([command, *words])
+    assert capsys.readouterr().out == printed + "\n"
+
+
 def test_the_defaults_on_the_page_are_those_of_the_options():
     """And the toy's own, in the third column."""
 
