@@ -78,8 +78,7 @@ class Args:
     """Every option and its default. Where they are from is in docs/guide.md.
 
     The rule: the paper's Table 6 where it speaks, else the effective value of the released code, unless that
-    is a bug. In a notebook give a model: `Args(...)` alone teaches no toy, and does not know what some worlds
-    and the toy change in it.
+    is a bug. In a notebook give a model: `Args(...)` alone does not apply WORLDS or TOY, and teaches no toy.
     """
 
     env: str = "OneRoom"  # a world of envs.py, a Gymnasium id, or module:id (of your own, say)
@@ -111,7 +110,7 @@ class Args:
     clip_coef: float = 0.1
     vf_coef: float = 0.15  # alpha
     kl_coef: float = 0.05  # beta
-    kl_ref: Literal["base", "old"] = "base"  # the model before training, or the sampling policy
+    kl_ref: Literal["base", "old"] = "base"  # the model without its adapter, or the sampling policy
     max_grad_norm: float = 1.0  # of LoRA and of the value head, separately
     stop_grad: bool = True  # false: the value loss trains LoRA too
     # model
@@ -173,7 +172,7 @@ def gather(items: list) -> list:
 
 
 def average_gradients(parameters):
-    """The mean over processes, whose minibatches are equally large: the gradient of the whole minibatch."""
+    """Average gradients over processes. Their parts are equally large: the whole minibatch's gradient."""
     for parameter in parameters:
         if WORLD_SIZE > 1 and parameter.grad is not None:  # in the warm-up, LoRA has none
             dist.all_reduce(parameter.grad)
@@ -347,7 +346,7 @@ def kl_old(newlogprobs, logprobs, mask):
 
 
 def kl_base(newlogprobs, baselogprobs, mask):
-    """Divergence from the model before training, nats per token: exp(d) - d - 1, d = log base - log new.
+    """Divergence from the base model, in nats per token: exp(d) - d - 1, d = log base - log new.
 
     newlogprobs, baselogprobs, mask  (B, R). On tokens sampled from `new`, its value estimates
     D_KL(new || base) and its gradient is that of D_KL(base || new): it pulls up what the base would say.
@@ -431,8 +430,8 @@ def add_lora(vlm, args: Args) -> PeftModel:
             module.cast_input_dtype_enabled = False
     if args.gradient_checkpointing:
         vlm.activation_checkpointing_enable()
-        # It makes inputs require gradients, which only reentrant checkpointing needs, and which would
-        # backpropagate through the frozen vision tower.
+        # The call above also makes inputs require gradients. Only reentrant checkpointing needs that, and the
+        # frozen vision tower would be backpropagated.
         vlm.disable_input_require_grads()
     return model
 
@@ -711,10 +710,10 @@ class MicroBatch:
     prompts: list[dict]  # B
     tokens: torch.Tensor  # (B, R)
     mask: torch.Tensor  # (B, R)
-    weights: torch.Tensor  # (B, R) what the surrogate takes as its mask; fractions in extras/rl4vlm.py
+    weights: torch.Tensor  # (B, R) the surrogate's mask, 0 or 1; the losses in extras/ take fractions
     # `score` adds:
     logprobs: torch.Tensor | None = None  # (B, R) under the policy that sampled
-    baselogprobs: torch.Tensor | None = None  # (B, R) under the model before training
+    baselogprobs: torch.Tensor | None = None  # (B, R) under the model without its adapter
     # `add_advantages` adds:
     advantages: torch.Tensor | None = None  # (B,) normalised
     returns: torch.Tensor | None = None  # (B,)
@@ -732,7 +731,7 @@ def make_minibatches(steps, args: Args) -> list[list[MicroBatch]]:
     num_minibatches = math.ceil(len(steps) * WORLD_SIZE / args.minibatch_size)
     minibatches = []
     for minibatch_rows in torch.randperm(len(steps)).chunk(num_minibatches):
-        # Similar lengths save padding. The longest come first: if they fit into memory, the others do.
+        # Similar lengths save padding. The longest come first: a lack of memory mostly shows at once.
         minibatch_rows = sorted(minibatch_rows.tolist(), key=length, reverse=True)
         minibatch = []
         for start in range(0, len(minibatch_rows), args.micro_batch_size):
@@ -783,10 +782,10 @@ def add_advantages(steps, minibatches, values, last_values, args: Args) -> dict[
         return torch.tensor(column, device=values.device).view_as(values)  # (T, N)
 
     rewards, dones, timed_out = of_steps("reward"), of_steps("done"), of_steps("timed_out")
-    # Deviation 14: no time-out is learned from; in the released code this is so in MiniWorld only. With V as
-    # its reward and nothing after it, delta = V - V: the step has return V and advantage 0 (before the
-    # normalisation), and the steps before it bootstrap from V. Its own reward is dropped: MiniWorld's -1 says
-    # little about the last actions, and made learning slower (docs/study.md).
+    # Deviation 14: at a time-out the reward is replaced by V(s_t) and the episode ends. So the step has return
+    # V(s_t) and advantage 0 before the normalisation, and the steps before it bootstrap from V(s_t). The
+    # released code has this in MiniWorld only. Why: MiniWorld's -1 at a time-out says little about the last
+    # actions, and made learning slower (docs/study.md).
     rewards = torch.where(timed_out, values, rewards)
     advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
 
@@ -945,7 +944,7 @@ def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
 
         row = {"update": u, "global_step": u * rollout_steps, "episodes": gather(episodes)}
         recent = (recent + row["episodes"])[-100:]
-        # Short episodes, often successes, end first: a fair rate waits for each player's first to end.
+        # Short episodes, often successes, end first: no rate until every player has finished an episode.
         fair = all(gather([player.episode > 1 for player in players]))
         row |= charts(policy, steps, stats, times, recent if fair else [])
         row["charts/learning_rate"] = rate
@@ -1005,7 +1004,7 @@ def evaluate_and_keep_best(policy, players, folder: Path, best):
     """An evaluation for the log, if it is asked for; an adapter that is better than all before goes to best/.
 
     best  the highest (success rate, return) so far, () if there is none. Returns the row's part, and the new
-          best. As the best of several evaluations on the same seeds, its rate on them is somewhat too high.
+          best. The best rate is somewhat too high: it is the maximum of several on the same seeds.
     """
     args = policy.args
     if args.eval_episodes == 0:
