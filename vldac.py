@@ -782,7 +782,7 @@ def add_advantages(steps, minibatches, values, last_values, args: Args) -> dict[
         return torch.tensor(column, device=values.device).view_as(values)  # (T, N)
 
     rewards, dones, timed_out = of_steps("reward"), of_steps("done"), of_steps("timed_out")
-    # Deviation 14: at a time-out the reward is replaced by V(s_t) and the episode ends. So the step has return
+    # Deviation 14: at a time-out the reward is replaced by V(s_t) and the episode ends: the step has return
     # V(s_t) and advantage 0 before the normalisation, and the steps before it bootstrap from V(s_t). The
     # released code has this in MiniWorld only. Why: MiniWorld's -1 at a time-out says little about the last
     # actions, and made learning slower (docs/study.md).
