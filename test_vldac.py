@@ -916,7 +916,6 @@ def test_collection_and_advantages_are_those_of_a_replay(model, monkeypatch):
         rewards = torch.where(timed_out, values[:T], rewards)
         advantages = gae_by_definition(rewards, values, dones, args.gamma, args.gae_lambda)
         assert stats["advantage_std"] == pytest.approx(advantages.std().item(), rel=1e-4)
-        assert advantages[timed_out].abs().max() < 1e-6 if timed_out.any() else True
         returns = (advantages + values[:T]).flatten()
         normalised = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
         normalised = normalised.flatten()
@@ -961,8 +960,13 @@ def test_a_time_out_by_hand():
 def test_only_the_time_limit_alone_is_a_time_out(ends, done, timed_out, monkeypatch):
     player = vldac.Player(Args(env=CORRIDOR))
     player.reset(0)
-    step = player.env.step
-    monkeypatch.setattr(player.env, "step", lambda action: (*step(action)[:2], *ends, step(action)[-1]))
+    really_step = player.env.step
+
+    def step(action):
+        observation, reward, _, _, info = really_step(action)
+        return observation, reward, *ends, info
+
+    monkeypatch.setattr(player.env, "step", step)
     assert player.step("left")[1:] == (done, timed_out)
 
 

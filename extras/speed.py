@@ -1,14 +1,13 @@
-"""How fast is whole training: rollout, scoring, two epochs; with TRL's GRPO trainer beside it.
+"""How fast is whole training: rollout, scoring, two epochs.
 
     python extras/speed.py num_envs=1,4,16,64 steps=128   every name in SETTING may be a list
-    python extras/speed.py peer=,trl,,trl                 taking turns with TRL (pip install trl datasets)
 
-A random Qwen2-VL, a simulator that costs nothing, prompts of `prompt` tokens, responses of exactly `response`
-tokens, one optimizer step per 16 environment steps. On a CPU all times are the processor's.
+A random Qwen2-VL (its `width` a multiple of 48), a simulator that costs nothing, prompts of `prompt` tokens,
+responses of exactly `response` tokens, one optimizer step per 16 environment steps. On a CPU all times are
+the processor's.
 """
 
 import itertools
-import random
 import sys
 import tempfile
 import time
@@ -35,7 +34,6 @@ SETTING = {
     "images": 1,
     "micro": 8,
     "threads": 1,
-    "peer": "",
     "model": "",
     "device": "cpu",
     "checkpointing": 0,
@@ -120,49 +118,6 @@ def speed_of_vldac(args, setting) -> str:
     return words
 
 
-def speed_of_trl(args, setting) -> str:
-    """GRPO on single turns: 16 prompts per optimizer step, 2 iterations, a reference model, no value."""
-    import datasets
-    import trl
-    from PIL import Image
-    from transformers import AutoModelForImageTextToText, TrainerCallback
-
-    policy, player = vldac.VLMPolicy(args), vldac.Player(args)
-    player.next_episode()
-    tokens = lengthen(policy, [player], setting["prompt"])
-    steps, rows = setting["steps"], []
-    for _ in range(2 * steps // 16):
-        messages, [frame] = player.turn()
-        rows.append({"prompt": messages, "image": Image.fromarray(frame)})
-        player.step(None)
-    warm, times = 4, []  # optimizer steps that are not counted
-    bf16 = args.dtype == "bfloat16"
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, *_, **__):
-            times.append(clock(args.device))
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = trl.GRPOConfig(
-            folder, per_device_train_batch_size=args.micro_batch_size, num_generations=16, num_iterations=2,
-            gradient_accumulation_steps=16 // args.micro_batch_size, beta=0.05, top_k=0, bf16=bf16,
-            max_completion_length=args.max_new_tokens, use_cpu=args.device == "cpu", disable_tqdm=True,
-            generation_kwargs={"min_new_tokens": args.max_new_tokens}, gradient_checkpointing=False,
-            max_steps=warm + 2 * steps // 16, save_strategy="no", logging_strategy="no", report_to="none",
-        )  # fmt: skip
-        trainer = trl.GRPOTrainer(
-            model=AutoModelForImageTextToText.from_pretrained(args.model, dtype=args.dtype), args=config,
-            callbacks=[Clock()],
-            processing_class=vldac.load_processor(args.model, args.max_image_tokens),
-            reward_funcs=lambda completions, **_: [random.random() for _ in completions],
-            train_dataset=datasets.Dataset.from_list(rows),
-            peft_config=policy.peft_model.peft_config["default"],
-        )  # fmt: skip
-        trainer.train()
-    speed = steps / (times[-1] - times[warm - 1])
-    return f"{speed:.2f} environment steps per second (TRL {trl.__version__}), prompt {tokens} tokens"
-
-
 def main(*words):
     given = dict(word.split("=") for word in words)
     if unknown := given.keys() - SETTING:
@@ -192,7 +147,7 @@ def main(*words):
                 value_hidden=[256, 256],
                 gradient_checkpointing=bool(setting["checkpointing"]),
             )
-            row = (speed_of_trl if setting["peer"] else speed_of_vldac)(args, setting)
+            row = speed_of_vldac(args, setting)
         print("  ".join(f"{k}={v}" for k, v in setting.items() if k in given), "", row, flush=True)
 
 
