@@ -22,7 +22,6 @@ import base64
 import dataclasses
 import html
 import io
-import itertools
 import json
 import math
 import random
@@ -141,7 +140,7 @@ def describe(result) -> str:
 class Moment:
     """A step of a recorded episode."""
 
-    png: bytes  # what was seen
+    image: bytes  # what was seen
     response: str
     tokens: list[tuple[str, float]]  # of the response: text and probability
     action: str | None
@@ -155,7 +154,7 @@ class Recording:
     """An episode."""
 
     moments: list[Moment]
-    last_png: bytes = b""
+    last_image: bytes = b""
     result: dict | None = None
 
     def outcome(self):
@@ -165,28 +164,11 @@ class Recording:
         return ("success", "green") if self.result["success"] else ("failure", "red")
 
 
-def png(frame) -> bytes:
+def picture(frame) -> bytes:
     """A frame as a file."""
     file = io.BytesIO()
-    Image.fromarray(frame).save(file, "png")
+    Image.fromarray(frame).save(file, "webp", lossless=True)
     return file.getvalue()
-
-
-def tokens_of(policy, tokens, logprobs) -> list[tuple[str, float]]:
-    """A response's tokens as text, each with its probability; the end of the turn is a paragraph mark.
-
-    Tokens that are parts of a letter count as one.
-    """
-    found, shown, probability = [], "", 1.0
-    for r in range(len(tokens)):
-        probability *= math.exp(logprobs[r])
-        [text] = policy.decode([tokens[: r + 1]])
-        if torch.isin(tokens[r], policy.stop_ids):
-            text += "\u00b6"
-        if not text.endswith("\ufffd") or r + 1 == len(tokens):  # else the letter is not complete
-            found.append((text[len(shown) :], probability))
-            shown, probability = text, 1.0
-    return found
 
 
 def recorded(act, recordings):
@@ -201,14 +183,16 @@ def recorded(act, recordings):
         with torch.no_grad():
             logprobs, values = policy([step.prompt for step in steps], tokens, mask)
         for i, (player, step) in enumerate(zip(players, steps, strict=True)):
-            said = tokens_of(policy, step.tokens, logprobs[i])
+            texts = [policy.tokenizer.decode(token) for token in step.tokens]
+            probabilities = logprobs[i].exp().tolist()
+            said = list(zip(texts, probabilities, strict=False))  # the rest is padding
             value = values[i].item() if policy.args.vf_coef > 0 else None  # LOOP has no critic
-            seen = png(frames[i])
+            seen = picture(frames[i])
             moment = Moment(seen, step.response, said, step.action, step.reward, step.timed_out, value)
             recording = recordings.setdefault(player.seed, Recording([]))
             recording.moments.append(moment)
             if step.done:
-                recording.last_png = png(player.observations[-1]["image"])
+                recording.last_image = picture(player.observations[-1]["image"])
                 recording.result = player.result()
         return steps
 
@@ -315,10 +299,10 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</t
 body {{ max-width: 1200px; margin: 0 auto; padding: 1rem }}
 small {{ overflow-wrap: anywhere }}  td {{ padding: .1rem .8rem .1rem 0 }}
 .charts {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(260px, 1fr)); gap: 1rem }}
-.table, .strip {{ overflow-x: auto }}  .cards {{ display: flex; width: max-content; padding-bottom: .5rem }}
-figure {{ margin: 0 }}  .charts svg {{ width: 100% }}  .strip svg {{ display: block; height: 58px }}
-.cards figure {{ box-sizing: border-box; width: 192px; margin: 0 4px; border: 1px solid #8888; padding: 6px }}
-.cards img {{ width: 100%; image-rendering: pixelated }}
+.table, .strip {{ overflow-x: auto }}  .strip {{ display: flex; gap: .5rem; padding-bottom: .5rem }}
+figure {{ margin: 0 }}  svg {{ width: 100% }}
+.strip figure {{ flex: 0 0 180px; border: 1px solid #8888; padding: 6px }}
+.strip img {{ width: 100%; image-rendering: pixelated }}
 .bad {{ border-color: #d33 !important; background: #d332 }}  b {{ color: #37d }}  .bad b {{ color: #d33 }}
 .p50 {{ background: #fc05 }}  .p10 {{ background: #f808 }}  .p0 {{ background: #f24a }}
 </style><h1>{title}</h1><p><small>{options}</small></p>
@@ -326,12 +310,11 @@ figure {{ margin: 0 }}  .charts svg {{ width: 100% }}  .strip svg {{ display: bl
 <h2>Evaluations on fixed seeds</h2><div class="table"><table>{evaluations}</table></div>
 <h2>Episodes</h2><p>{played}. Below: the first 5 failures and 3 successes.
 {critic}Marked are tokens with a probability below <span class="p50">0.9</span>,
-<span class="p10">0.5</span> and <span class="p0">0.1</span>; &para; ends a response.</p>
+<span class="p10">0.5</span> and <span class="p0">0.1</span>.</p>
 {strips}"""
 
 CRITIC = """V is the critic's value before the step. A is the step's advantage, which all tokens of the
 response share: GAE over this episode with &gamma; {gamma} and &lambda; {gae_lambda}, before it is normalised.
-Above the frames: V as a line, rewards as bars.
 """
 
 CHARTS = {
@@ -361,74 +344,31 @@ def chart(title, points, top) -> str:
     )
 
 
-CARD = 200  # pixels from one step of a strip to the next
-
-
-def picture(png) -> str:
-    """A frame as the source of an image; a large one is reduced, so that the page stays small."""
-    kind, image = "png", Image.open(io.BytesIO(png))
-    if max(image.size) > 2 * CARD:
-        image.thumbnail((2 * CARD, 2 * CARD))
-        file = io.BytesIO()
-        image.save(file, "webp", quality=50)
-        kind, png = "webp", file.getvalue()
-    return f"data:image/{kind};base64," + base64.b64encode(png).decode()
-
-
 def colored(tokens) -> str:
-    """A response, its less likely tokens marked; neighbours of one colour are one element.
+    """A response, its less likely tokens marked.
 
-    >>> colored([("I", 0.99), (" am", 0.95), (" <", 0.3), ("b>", 0.2), ("!", 0.01)])
-    'I am<span class="p10"> &lt;b&gt;</span><span class="p0">!</span>'
+    >>> colored([("I", 0.99), (" <", 0.3), ("b>", 0.7), ("!", 0.01)])
+    'I<span class="p10"> &lt;</span><span class="p50">b&gt;</span><span class="p0">!</span>'
     """
-
-    def kind(token):
-        _, probability = token
-        if probability >= 0.9:
-            return ""
-        return "p50" if probability >= 0.5 else "p10" if probability >= 0.1 else "p0"
-
     parts = []
-    for name, stretch in itertools.groupby(tokens, kind):
-        text = html.escape("".join(text for text, _ in stretch))
-        parts.append(f'<span class="{name}">{text}</span>' if name else text)
+    for text, probability in tokens:
+        part = html.escape(text)
+        if probability < 0.9:
+            name = "p50" if probability >= 0.5 else "p10" if probability >= 0.1 else "p0"
+            part = f'<span class="{name}">{part}</span>'
+        parts.append(part)
     return "".join(parts)
 
 
-def values_and_rewards(moments) -> str:
-    """The drawing above a strip: the critic's values as a line, the rewards as bars."""
-    rewards = [moment.reward for moment in moments]
-    values = [moment.value for moment in moments if moment.value is not None]
-    high, low = max(0.0, *rewards, *values), min(0.0, *rewards, *values)
-    scale = 50 / max(high - low, 1e-3)  # pixels
-    zero = scale * high
-    width = CARD * len(moments)
-    bars, points = "", []
-    for number, moment in enumerate(moments):
-        x = CARD * number + CARD // 2
-        if moment.reward:
-            bars += f"M{x} {zero:.1f}v{-scale * moment.reward:.1f}"
-        if moment.value is not None:
-            points.append(f"{x} {scale * (high - moment.value):.1f}")
-    line = f"M{'L'.join(points)}h0" if points else ""  # h0: else a single point is not drawn
-    return (
-        f'<svg viewBox="0 -4 {width} 58" style="width: {width}px"><path d="M0 {zero:.1f}h{width}" '
-        f'stroke="#8888"/><path d="{bars}" stroke="#8a8" stroke-width="12"/>'
-        f'<path d="{line}" fill="none" stroke="#37d" stroke-width="2" stroke-linecap="round"/>'
-        f'<g fill="currentColor" font-size="10"><text y="6">{high:.3g}</text>'
-        f'<text y="52">{low:.3g}</text></g></svg>'
-    )
-
-
 def strip(seed, recording, gamma, gae_lambda) -> str:
-    """An episode, frame by frame."""
+    """An episode, step by step."""
     moments = recording.moments
     advantages = [None] * len(moments)
     if moments[0].value is not None:
-        column = torch.tensor([[moment.reward, moment.value] for moment in moments])  # (T, 2)
+        rewards = torch.tensor([[moment.reward] for moment in moments])  # (T, 1)
+        values = torch.tensor([[moment.value] for moment in moments])  # (T, 1)
         dones = torch.zeros(len(moments), 1)
         dones[-1] = 1
-        rewards, values = column[:, :1], column[:, 1:]  # (T, 1)
         if moments[-1].timed_out:
             rewards[-1] = values[-1]  # as vldac.add_advantages has it
         advantages, _ = vldac.gae(rewards, values, torch.zeros(1), dones, gamma, gae_lambda)
@@ -436,8 +376,9 @@ def strip(seed, recording, gamma, gae_lambda) -> str:
     cards = []
     for number, (moment, advantage) in enumerate(zip(moments, advantages, strict=True), 1):
         critic = "" if advantage is None else f"<br>V {moment.value:.2f}, A {advantage:+.2f}"
+        source = "data:image/webp;base64," + base64.b64encode(moment.image).decode()
         cards.append(
-            f'<figure class="{"" if moment.action else "bad"}"><img alt="" src="{picture(moment.png)}">'
+            f'<figure class="{"" if moment.action else "bad"}"><img alt="" src="{source}">'
             f"<small>{colored(moment.tokens)}</small><br>"
             f"<b>{html.escape(moment.action or '(no admissible action)')}</b><br>"
             f"<small>step {number}, reward {moment.reward:.2f}{critic}</small></figure>"
@@ -445,8 +386,7 @@ def strip(seed, recording, gamma, gae_lambda) -> str:
     outcome, _ = recording.outcome()
     result = recording.result
     heading = f"Seed {seed}: {outcome}, return {result['return']:.2f}, {result['length']} steps"
-    cards = f'<div class="cards">{"".join(cards)}</div>'
-    return f'<h3>{heading}</h3><div class="strip">{values_and_rewards(moments)}{cards}</div>'
+    return f'<h3>{heading}</h3><div class="strip">{"".join(cards)}</div>'
 
 
 def page(folder, result, recordings) -> str:
@@ -561,60 +501,39 @@ def load_curve(path) -> Curve:
     )
 
 
-def lines_of_table(names, lines) -> str:
-    """In Markdown. None is a dash."""
-    lines = [names, ["---"] * len(names), *lines]
-    return "\n".join(f"| {' | '.join('-' if x is None else x for x in line)} |" for line in lines)
+def markdown(lines) -> str:
+    """A table. Rates have three digits, and None is a dash.
 
-
-def rounded(x, digits=2) -> str | None:
-    return None if x is None else f"{x:.{digits}f}"
+    >>> print(markdown([["run", "steps", "rate"], ["A", 1024, 0.5], ["B", None, None]]))
+    | run | steps | rate |
+    | --- | --- | --- |
+    | A | 1,024 | 0.500 |
+    | B | - | - |
+    """
+    rows = []
+    for line in lines:
+        cells = []
+        for x in line:
+            if isinstance(x, float):
+                x = f"{x:.3f}"
+            elif isinstance(x, int):
+                x = f"{x:,}"
+            cells.append(x or "-")
+        rows.append(f"| {' | '.join(cells)} |")
+    rule = "| --- " * len(lines[0]) + "|"
+    return "\n".join([rows[0], rule, *rows[1:]])
 
 
 def table(paths) -> str:
     """A row for every run."""
-    lines = []
+    lines = [["world", "run", "seed", "before", "after", "last 100", "mean", "steps to 0.8", "parsed"]]
     for path in paths:
         curve = load_curve(path)
-        solved = curve.steps[curve.rates >= 0.8]
-        lines.append(
-            [
-                curve.world,
-                curve.label,
-                str(curve.seed),
-                rounded(curve.before),
-                rounded(curve.after, 3),
-                rounded(curve.rates[-1]),
-                rounded(curve.mean(), 3),
-                f"{solved[0]:,}" if len(solved) else "never",
-                rounded(curve.parsed, 3),
-            ]
-        )
-    names = ["world", "run", "seed", "before", "after", "last 100", "mean", "steps to 0.8", "parsed"]
-    return lines_of_table(names, lines)
-
-
-def mean_of(group, name, digits) -> str | None:
-    """The mean of a figure over runs; None where a run has not measured it."""
-    values = [getattr(curve, name) for curve in group]
-    return None if None in values else rounded(np.mean(values), digits)
-
-
-def methods(paths) -> str:
-    """A row for every method: figures of success averaged over the run, and means of the others.
-
-    p is that of the exact rank-sum test of these averages against those of the world's first method.
-    """
-    lines, first = [], {}
-    for (world, label), group in groups_of(paths).items():
-        averages = [curve.mean() for curve in group]
-        p = f"{rank_sum(averages, first[world]):.3f}" if world in first else None
-        first.setdefault(world, averages)
-        worst, mean, best = (rounded(x, 3) for x in (min(averages), np.mean(averages), max(averages)))
-        rest = [mean_of(group, "before", 2), mean_of(group, "after", 3), mean_of(group, "parsed", 3)]
-        lines.append([world, label, str(len(group)), worst, mean, best, *rest, p])
-    names = ["world", "method", "runs", "worst", "mean", "best", "before", "after", "parsed", "p"]
-    return lines_of_table(names, lines)
+        solved = curve.steps[curve.rates >= 0.8].tolist()
+        ends = [curve.before, curve.after, curve.rates[-1].item(), curve.mean()]
+        steps = solved[0] if solved else None
+        lines.append([curve.world, curve.label, curve.seed, *ends, steps, curve.parsed])
+    return markdown(lines)
 
 
 def groups_of(paths) -> dict[tuple[str, str], list[Curve]]:
@@ -626,53 +545,65 @@ def groups_of(paths) -> dict[tuple[str, str], list[Curve]]:
     return groups
 
 
-def new_figure(width, height):
-    """An empty figure; UserError if the optional package is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error}: pip install matplotlib") from None
-    return Figure(figsize=(width, height), layout="constrained")
+def mean_of(values) -> float | None:
+    """None where a run has not measured it."""
+    return None if None in values else np.mean(values).item()
+
+
+def methods(paths) -> str:
+    """A row for every method: figures of success averaged over the run, and means of the others.
+
+    p is that of the exact rank-sum test of these averages against those of the world's first method.
+    """
+    lines = [["world", "method", "runs", "worst", "mean", "best", "before", "after", "parsed", "p"]]
+    first = {}
+    for (world, label), group in groups_of(paths).items():
+        averages = [curve.mean() for curve in group]
+        p = rank_sum(averages, first[world]) if world in first else None
+        first.setdefault(world, averages)
+        spread = [min(averages), mean_of(averages), max(averages)]
+        before = mean_of([curve.before for curve in group])
+        after = mean_of([curve.after for curve in group])
+        parsed = mean_of([curve.parsed for curve in group])
+        lines.append([world, label, len(group), *spread, before, after, parsed, p])
+    return markdown(lines)
 
 
 def plot(paths, out):
     """Learning curves: a panel per world; seeds as thin lines, their mean as a thick one, results dashed."""
-    results = {path: load_result(path) for path in paths if path.endswith(".json")}
-    groups = groups_of([path for path in paths if path not in results])
-    worlds = [world for world, _ in groups] + [result["task"]["env"] for result in results.values()]
-    worlds = list(dict.fromkeys(worlds))
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}: pip install matplotlib") from None
+    results = [load_result(path) for path in paths if path.endswith(".json")]
+    groups = groups_of(path for path in paths if not path.endswith(".json"))
+    worlds = list(dict.fromkeys(world for world, _ in groups))
     columns = min(2, len(worlds))
     rows = math.ceil(len(worlds) / columns)
-    figure = new_figure(4.2 * columns, 0.3 + 2.3 * rows)
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    axes = dict(zip(worlds, panels, strict=False))
-    handles, colors = {}, {}  # by name: the same in every panel
+    figure = Figure(figsize=(4.2 * columns, 0.3 + 2.3 * rows), layout="constrained")
+    axes = {}
+    for number, world in enumerate(worlds, 1):
+        axes[world] = figure.add_subplot(rows, columns, number, title=world)
+        axes[world].set(xlabel="environment steps", ylabel="success", ylim=(-0.02, 1.02))
+        axes[world].xaxis.set_major_formatter("{x:,.0f}")
+        axes[world].grid(alpha=0.3)
+    lines, colors = {}, {}  # by name: the same in every panel
     for (world, label), group in groups.items():
         name = f"{label}, mean and each seed" if len(group) > 1 else label
         color = colors.setdefault(name, f"C{len(colors)}")
         steps = np.unique(np.concatenate([curve.steps for curve in group]))
         steps = steps[steps <= min(curve.steps[-1] for curve in group)]  # those that all runs have reached
         rates = np.array([np.interp(steps, curve.steps, curve.rates) for curve in group])  # (runs, steps)
-        axis = axes[world]
-        (handles[name],) = axis.plot(steps, rates.mean(0), color=color, label=name)
-        axis.plot(steps, rates.T, color=color, alpha=0.4, linewidth=0.8)
-    for path, result in results.items():
-        name = {"random": "random actions", "hint": "scripted policy"}.get(result["player"], Path(path).stem)
+        (lines[name],) = axes[world].plot(steps, rates.mean(0), color=color, label=name)
+        axes[world].plot(steps, rates.T, color=color, alpha=0.4, linewidth=0.8)
+    for result in results:
+        player = result["player"]
+        name = {"random": "random actions", "hint": "scripted policy"}.get(player, player)
         color = colors.setdefault(name, f"C{len(colors)}")
-        axis = axes[result["task"]["env"]]
         rate = result["summary"]["success_rate"]
-        handles[name] = axis.axhline(rate, linestyle="--", color=color, label=name)
-    for world, axis in axes.items():
-        axis.set(
-            title=world, xlabel="environment steps", ylabel="success", xlim=(0, None), ylim=(-0.02, 1.02)
-        )
-        axis.xaxis.set_major_formatter("{x:,.0f}")
-        axis.grid(alpha=0.3)
-    for axis in panels[len(worlds) :]:
-        axis.remove()
-    figure.legend(
-        handles=handles.values(), loc="outside lower center", ncols=2 * columns, fontsize=8, frameon=False
-    )
+        axis = axes[result["task"]["env"]]
+        lines[name] = axis.axhline(rate, linestyle="--", color=color, label=name)
+    figure.legend(handles=lines.values(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     figure.savefig(out, dpi=200)
     print(out)
 

@@ -1,11 +1,22 @@
-"""The tests, in the order of the algorithm: the maths, the policy, the update, the parser, the worlds, a run.
+"""The tests, in the order in which one learns VL-DAC. Plain `pytest` runs all; no network, no GPU.
 
-Plain `pytest` runs all of it, the modules' doctests and the README's examples included. No network, no GPU.
+    the maths                        GAE and each loss against a slow loop; what the KL terms estimate
+    the policy                       nine families of models: sampling = scoring, LoRA, placeholders, padding
+    the update                       ratio 1 to the bit, Eq. 6, warm-up, micro-batches
+    from the collection to the loss  three rollouts computed again from seeds and answers; time-outs
+    the prompt and the parser        what can be copied is parsed, and hostile text does no harm
+    a whole run                      its folder, its log, its evaluations
+    stopping and resuming            killed, full disk, NaN: bit for bit as if it had not been
+    several processes                two of four have the gradient of one of eight
+    what VL-DAC is compared with     RL4VLM and LOOP
+    the options, the toy, evaluation
+    the worlds                       MiniWorld and the cards; other people's; ALFWorld and WebShop for real
+    the pages                        their programs, commands, links and tables
+
+`write_model` makes a model of any family, `Corridor` is a world, `start` a whole run: small, and real.
 """
 
 import ast
-import base64
-import concurrent.futures
 import dataclasses
 import doctest
 import enum
@@ -13,7 +24,6 @@ import functools
 import http.server
 import importlib
 import inspect
-import io
 import itertools
 import json
 import math
@@ -43,7 +53,6 @@ from PIL import Image
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerFast
 
 import envs
@@ -66,6 +75,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  #
 def test_doctests(module):
     result = doctest.testmod(module)
     assert result.attempted > 0 and result.failed == 0
+
+
+try:
+    envs.make_env("OneRoom")
+    NO_OPENGL = ""
+except envs.UserError as error:
+    NO_OPENGL = str(error)
+needs_opengl = pytest.mark.skipif(bool(NO_OPENGL), reason=NO_OPENGL)
 
 
 # ---------------------------------------------------------------------------------------------- the maths
@@ -369,10 +386,10 @@ def options(model, **changes) -> Args:
     return Args(**{"max_new_tokens": 10} | defaults | changes)
 
 
-def make_policy(model, module=vldac, **changes) -> VLMPolicy:
+def make_policy(model, **changes) -> VLMPolicy:
     """A policy whose adapters are not zero, as after some training."""
     torch.manual_seed(0)
-    policy = module.VLMPolicy(options(model, **changes))
+    policy = VLMPolicy(options(model, **changes))
     for name, parameter in policy.peft_model.named_parameters():
         if "lora_B" in name and not changes.get("adapter"):
             torch.nn.init.normal_(parameter, std=0.1)
@@ -500,20 +517,6 @@ def test_a_model_that_cuts_a_frame_into_tiles_is_refused(model_folder, monkeypat
         make_policy(model_folder("internvl"))
 
 
-def test_pixels_do_not_depend_on_torchvision(model, monkeypatch):
-    """The image processor has two backends, and takes torchvision's where it is installed."""
-    cls = vldac.transformers.AutoImageProcessor
-    load, backends = cls.from_pretrained, []
-
-    def record(path, backend=None):
-        backends.append(backend)
-        return load(path, backend=backend)
-
-    monkeypatch.setattr(cls, "from_pretrained", record)
-    vldac.load_processor(model, 16)
-    assert backends == ["pil"]
-
-
 def test_cudnn_s_attention_is_off(model):
     """On an H100 its gradients are NaN for some masked batches."""
     torch.backends.cuda.enable_cudnn_sdp(True)
@@ -552,28 +555,6 @@ def test_a_prompt_begins_as_its_template_does(policy):
     ids = prompt["input_ids"][0].tolist()
     gemma = policy.vlm.config.model_type.startswith("gemma")
     assert ids.count(policy.tokenizer.bos_token_id) == gemma
-
-
-def test_log_probabilities_hold_few_tensors_of_the_vocabulary_s_size(model):
-    """Such tensors are the peak of memory of a 7B model: logits, scaled logits and their log-softmax."""
-    policy = make_policy(model)
-    prompts = some_prompts(policy, [1, 1])
-    tokens, mask = pad(policy.sample(prompts))
-    large = (2, tokens.shape[1], policy.vlm.get_output_embeddings().out_features)
-    made = set()
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result.shape == large:
-                made.add(result.data_ptr())
-                alive.append(result)
-            return result
-
-    alive = []  # so that no address is used twice
-    with Watch(), torch.no_grad():
-        policy(prompts, tokens, mask)
-    assert len(made) == 3
 
 
 # --------------------------------------------------------------------------------------------- the update
@@ -846,11 +827,11 @@ class Corridor(envs.World):
 CORRIDOR = "test_vldac:Corridor-v0"
 
 
-def script(monkeypatch, answers, module=vldac):
+def script(monkeypatch, answers):
     """Let responses read as these, one after the other, whatever the model has written."""
     answers = itertools.cycle(answers)
     decode = lambda self, responses: [next(answers) for _ in responses]  # noqa: E731
-    monkeypatch.setattr(module.VLMPolicy, "decode", decode)
+    monkeypatch.setattr(VLMPolicy, "decode", decode)
 
 
 @torch.no_grad()
@@ -951,6 +932,8 @@ def test_a_time_out_by_hand():
     torch.testing.assert_close(micro.returns, returns[micro.rows])
     torch.testing.assert_close(micro.advantages, normalised[micro.rows])
     assert stats["advantage_std"] == pytest.approx(advantages.std().item())
+    explained = 1 - advantages.var() / returns.var()
+    assert stats["explained_variance"] == pytest.approx(explained.item())
 
 
 @pytest.mark.parametrize("ends, done, timed_out", [
@@ -968,22 +951,6 @@ def test_only_the_time_limit_alone_is_a_time_out(ends, done, timed_out, monkeypa
 
     monkeypatch.setattr(player.env, "step", step)
     assert player.step("left")[1:] == (done, timed_out)
-
-
-def test_the_entropy_is_estimated_by_the_sampled_tokens(model):
-    """Of the policy with its adapters, by the mean over a step's tokens, then over steps."""
-    policy = make_policy(model, micro_batch_size=4)
-    steps = some_steps(policy, 6)
-    minibatches = vldac.make_minibatches(steps, policy.args)
-    last_prompts = [step.prompt for step in steps[:2]]
-    advantages_of(policy, steps, last_prompts, minibatches)
-    _, losses = updated(policy, minibatches)
-    policy = make_policy(model)  # as it was before the update
-    entropies = []
-    for step in steps:
-        logprobs, _ = policy([step.prompt], *pad([step.tokens]))
-        entropies.append(-logprobs.mean().item())
-    assert losses["entropy"] == pytest.approx(np.mean(entropies), abs=1e-5)
 
 
 # ------------------------------------------------------------------------------ the prompt and the parser
@@ -1066,955 +1033,7 @@ def test_the_prompt_shows_the_newest_frames_once_and_counts_actions():
         player.step(action)
 
 
-# --------------------------------------------------------------------------------------------- the worlds
-
-try:
-    envs.make_env("OneRoom")
-    NO_OPENGL = ""
-except envs.UserError as error:
-    NO_OPENGL = str(error)
-needs_opengl = pytest.mark.skipif(bool(NO_OPENGL), reason=NO_OPENGL)
-WORLDS = [*(pytest.param(name, marks=needs_opengl) for name in envs.MINIWORLD), *envs.CARDS]
-
-
-def play(env, seed, choose):
-    """The records of an episode: image, text, reward, terminated, truncated, info. choose(info) -> action"""
-    observation, info = env.reset(seed=seed)
-    image = observation["image"].tobytes()
-    records = [(image, observation["text"], 0.0, False, False, info)]
-    ended = False
-    while not ended:
-        action = choose(info)
-        observation, reward, terminated, truncated, info = env.step(action)
-        image = observation["image"].tobytes()
-        records.append((image, observation["text"], reward, terminated, truncated, info))
-        ended = terminated or truncated
-    return records
-
-
-def rewards_of(records):
-    return [record[2] for record in records[1:]]
-
-
-def randomly(seed):
-    rng = random.Random(seed)
-    return lambda info: rng.choice(info["actions"])
-
-
-@pytest.mark.parametrize("name", WORLDS)
-@pytest.mark.filterwarnings("ignore")
-def test_a_world_from_the_registry_keeps_gymnasium_s_rules(name):
-    env = gym.make(f"vldac/{name}-v0").unwrapped
-    check_env(env, skip_close_check=True)
-    observation, info = env.reset(seed=0)
-    again, *_ = env.step("")
-    assert observation["image"] is not again["image"] and (observation["image"] == env.render()).all()
-    assert info.keys() == {"task", "actions", "success", "left"} and info["success"] is False
-    assert env.caption() and env.hint() in info["actions"]
-
-
-@pytest.mark.parametrize("name", WORLDS)
-def test_same_seed_and_actions_same_episode(name):
-    """Bit for bit, whatever was played before and whatever is played in between in other worlds."""
-    env, twin = envs.make_env(name), envs.make_env(name)
-    names = {*envs.MINIWORLD * (not NO_OPENGL), *envs.CARDS} - {name}
-    others = [envs.make_env(other) for other in sorted(names)]
-    alone = play(env, 5, randomly(1))
-    play(twin, 6, randomly(2))
-    choose = randomly(1)
-
-    def interleaved(info):
-        other = others[info["left"] % len(others)]
-        other.reset(seed=9)
-        other.step(other.actions[0])
-        return choose(info)
-
-    assert play(twin, 5, interleaved) == alone != play(env, 7, randomly(1))
-
-
-@pytest.mark.parametrize("name", WORLDS)
-@pytest.mark.parametrize("action", ["", "no such thing", "TURN LEFT"])
-def test_what_is_not_admissible_costs_a_step_and_ends_in_time(name, action):
-    env = envs.make_env(name, invalid_reward=-0.25)
-    records = play(env, 3, lambda info: action)
-    *_, first_info = records[0]
-    *_, terminated, truncated, last_info = records[-1]
-    assert len(records) == first_info["left"] + 1
-    assert not last_info["success"]
-    # A card game's own limit is one of its rules.
-    assert (terminated, truncated) == ((True, False) if name in envs.CARDS else (False, True))
-    assert set(rewards_of(records)[:-1]) == {-0.25}
-    if name not in ("EZPoints", "Points24"):  # their formula shows the blank
-        assert {record[0] for record in records} == {records[0][0]}
-
-
-@pytest.mark.parametrize("name, seeds, lowest, highest", [
-    pytest.param("Hallway", 40, 1, 1, marks=needs_opengl),
-    pytest.param("OneRoom", 40, 1, 1, marks=needs_opengl),
-    ("EZPoints", 200, 1, 1),
-    ("Points24", 100, 0.6, 0.85),  # about 73 % of the deals have a solution
-    ("Blackjack", 400, 0.36, 0.5),  # basic strategy: 0.43
-])  # fmt: skip
-def test_the_hints_win_what_can_be_won(name, seeds, lowest, highest):
-    env, won = envs.make_env(name), []
-    for seed in range(seeds):
-        records = play(env, seed, lambda info: env.hint())
-        won.append(records[-1][5]["success"])
-    assert lowest <= np.mean(won) <= highest
-
-
-@needs_opengl
-def test_miniworld_rewards_and_ends():
-    lost = play(envs.make_env("OneRoom", max_episode_steps=20), 0, lambda info: "turn left")
-    assert rewards_of(lost) == [0.0] * 19 + [-1.0]
-    assert lost[-1][3:5] == (False, True)
-    lefts = [info["left"] for *_, info in lost]
-    assert lefts == list(range(20, -1, -1))
-
-    def won(**options):
-        env = envs.make_env("OneRoom", **options)
-        inadmissible = iter(["", "pickup"])
-        return play(env, 1, lambda info: next(inadmissible, env.hint()))
-
-    records = won()
-    steps = len(records) - 1  # the inadmissible ones are paid for too
-    reward, terminated, truncated = records[-1][2:5]
-    assert reward == pytest.approx(1 - 0.2 * steps / 180)
-    assert (terminated, truncated) == (True, False)
-    last = won(max_episode_steps=steps)
-    assert last[-1][2:5] == (reward, True, True)
-    assert last[-1][5]["success"]
-
-
-@needs_opengl
-def test_captions_of_miniworld_are_true():
-    """Compared with where the simulator says the box is, in a room without walls between."""
-    env = envs.make_env("OneRoom")
-    seen = set()
-    for seed in range(20):
-        env.reset(seed=seed)
-        choose = randomly(seed)
-        for _ in range(10):
-            box = env.env.box.pos - env.env.agent.pos
-            bearing = math.degrees(env.env.agent.dir - math.atan2(-box[2], box[0]))  # to the right
-            bearing = (bearing + 180) % 360 - 180
-            words = ""  # near a boundary both words are right
-            if abs(bearing) < 5:
-                words = "ahead"
-            elif 15 < bearing < 25:
-                words = "on the right"
-            elif -25 < bearing < -15:
-                words = "on the left"
-            elif abs(bearing) > 60:
-                words = "no red box"
-            assert words in env.caption()
-            seen.add(words)
-            env.step(choose({"actions": env.actions[:3]}))
-    assert seen == {"ahead", "on the left", "on the right", "no red box", ""}
-
-
-@needs_opengl
-def test_every_red_box_world_can_be_made():
-    for name in envs.RED_BOX:
-        _, info = envs.make_env(name).reset(seed=0)
-        assert info["left"] == {"OneRoomS6": 100, "OneRoomS6Fast": 50, "MazeS2": 96}.get(name, 128)
-
-
-def test_without_opengl_the_message_names_the_packages():
-    """As on a Linux machine without it: pyglet's loader does not find the library."""
-    pytest.importorskip("pyglet")
-    code = """
-import pyglet.lib, envs
-load = pyglet.lib.loader.load_library
-def missing(*names, **options):
-    if "GL" in names:
-        raise ImportError('Library "GL" not found.')
-    return load(*names, **options)
-pyglet.lib.load_library = pyglet.lib.loader.load_library = missing
-envs.make_env("OneRoom")
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
-    line = done.stderr.strip().splitlines()[-1]
-    assert line.startswith("envs.UserError") and "apt-get install" in line and "--env NumberLine" in line
-
-
-def test_importing_the_worlds_imports_no_torch_and_no_simulator():
-    code = "import envs, sys; envs.make_env('NumberLine').reset(seed=0); "
-    code += "print([m for m in ('torch', 'miniworld', 'pyglet') if m in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "[]"
-
-
-def test_deals_of_the_small_games():
-    line = envs.make_env("NumberLine")
-    points = envs.make_env("EZPoints")
-    starts, pairs = set(), set()
-    for seed in range(300):
-        line.reset(seed=seed)
-        starts.add((line.current, line.target))
-        points.reset(seed=seed)
-        pairs.add(tuple(sorted(points.numbers)))
-    assert len(starts) == 30
-    assert all(current != target for current, target in starts)
-    assert pairs == {(2, 10), (5, 7), (3, 9), (4, 8), (3, 4), (2, 6), (6, 6)}
-
-
-def test_number_line_rules():
-    env = envs.make_env("NumberLine", max_episode_steps=50)
-    _, info = env.reset(seed=0)
-    assert info["left"] == 10  # the game's own limit
-    env.current, env.target = 0, 2
-    moves = [  # action, the number it leads to, what it pays
-        ("-", 0, -1),  # blocked at the edge
-        ("+", 1, 0),  # nearer
-        ("-", 0, -1),  # away
-        ("up", 0, -1),  # no symbol of the game
-        ("+", 1, 0),
-        ("+", 2, 1),  # there
-    ]
-    for action, current, reward in moves:
-        _, paid, terminated, truncated, info = env.step(action)
-        assert (env.current, paid, truncated) == (current, reward, False)
-        assert terminated == info["success"] == (current == 2)
-
-    env = envs.make_env("NumberLine", max_episode_steps=3)  # a shorter limit is a time-out
-    *_, terminated, truncated, _ = play(env, 0, lambda info: "")[-1]
-    assert (terminated, truncated) == (False, True)
-
-
-def test_number_line_shows_the_target_above_the_current_number():
-    env = envs.make_env("NumberLine")
-    env.reset(seed=0)
-
-    def halves(current, target):
-        env.current, env.target = current, target
-        frame = env.render()
-        return frame[:150], frame[150:]
-
-    upper, lower = halves(1, 4)
-    same_upper, other_lower = halves(2, 4)
-    other_upper, same_lower = halves(1, 3)
-    assert (same_upper == upper).all()
-    assert (same_lower == lower).all()
-    assert (other_upper != upper).any()
-    assert (other_lower != lower).any()
-
-
-@pytest.mark.parametrize("name, ranks, symbols, rewards", [
-    ("EZPoints", [12, 2], "10 + 2 =", [0, 0, 0, 10]),
-    ("EZPoints", [12, 2], "10 =", [0, -1]),  # 10 is not 12
-    ("EZPoints", [12, 2], "10 10 3 what + 2 =", [0, -1, -1, -1, 0, 0, -1]),  # used up, not there, no symbol
-    ("EZPoints", [12, 2], "2 2 2 2 2 2 2", [0, -1, -1, -1, -1, -1, -1]),  # the seventh ends the game
-    ("Points24", [2, 4, 1, 1], "2 4 + 1 - 1 =", [0] * 6 + [-1]),  # digits side by side are no 24
-    ("Points24", [8, 3, 8, 3], "8 / ( 3 - 8 / 3 ) =", [0] * 9 + [10]),  # 23.999999999999993 in floating point
-    ("Points24", [1, 11, 12, 13], "1 10 10 10 10", [0, 0, 0, 0, -1]),
-    ("Points24", [1, 2, 3, 4], "( " * 22, [0] * 21 + [-1]),
-])  # fmt: skip
-def test_formulas_are_paid_by_the_rules(name, ranks, symbols, rewards):
-    env = envs.make_env(name)
-    env.reset(seed=0)
-    env.ranks = ranks
-    env._deal()
-    paid = []
-    for symbol in symbols.split():
-        _, reward, terminated, truncated, info = env.step(symbol)
-        paid.append(reward)
-    assert paid == rewards
-    assert info["success"] == (rewards[-1] == 10)
-    assert terminated == (symbols[-1] == "=" or len(paid) == env.limit)  # the game's own limit is no time-out
-    assert not truncated
-
-
-def test_what_is_no_formula_has_no_value():
-    """Among them what Python would take: a sign, ** and //."""
-    for wrong in ("", "(", ")", "1 +", "( 1", "1 )", "( )", "1 ( 2 )", "1 / 0", "( 1 ) ( 2 )", "+"):
-        assert envs.evaluate(wrong.split()) is None
-    for cheat in ("- 6", "+ 6", "5 * * 2 - 1", "10 / / 4", "2 4"):
-        assert envs.evaluate(cheat.split()) is None
-
-
-def hand(*values):
-    return [(value, "K", "H") for value in values]
-
-
-@pytest.mark.parametrize("player, dealer, action, reward", [
-    ([10, 10], [10, 8], "stand", 1),
-    ([10, 5], [10, 10], "stand", -1),
-    ([10, 10], [10, 10], "stand", 0),
-    ([10, 10], [10, 10], "hit", -1),  # over 21
-    ([10, 5], [10, 6], "stand", 1),  # the dealer must draw below 17, and busts
-    ([10, 5], [10, 7], "stand", -1),  # and not from 17 on
-])  # fmt: skip
-def test_blackjack_is_paid_by_the_rules(player, dealer, action, reward):
-    env = envs.make_env("Blackjack")
-    env.reset(seed=1)
-    env.player = hand(*player)
-    env.dealer = hand(*dealer)
-    env._card = lambda: (10, "K", "H")
-    _, paid, terminated, _, info = env.step(action)
-    assert paid == reward
-    assert terminated
-    assert info["success"] == (reward == 1)
-
-
-def test_an_ace_counts_11_where_it_fits():
-    env = envs.make_env("Blackjack")
-    hands = {(1, 10): 21, (1, 1): 12, (10, 5): 15, (10, 10, 5): 0, (1, 10, 5): 16}
-    for values, score in hands.items():
-        assert env.score(hand(*values)) == score
-
-
-def test_the_dealer_s_hidden_card_is_not_shown():
-    env = envs.make_env("Blackjack")
-    env.reset(seed=4)
-    frame, caption = env.render(), env.caption()
-    ace = (1, "A", "C")
-    env.dealer[1] = ace
-    assert (env.render() == frame).all() and env.caption() == caption
-    env.dealer[0] = ace
-    assert (env.render() != frame).any() and env.caption() != caption
-
-
-def test_a_random_action_is_admissible_also_where_any_search_is():
-    """`search[...]` itself is none: a site refuses it. Words of the task are."""
-    rng = random.Random(0)
-    actions, task = ["search[...]", "click[back]"], "a red mug, 3.5 inches (large)"
-    drawn = {envs.random_action(actions, task, rng) for _ in range(200)}
-    assert "click[back]" in drawn and len(drawn) > 20
-    for action in drawn - {"click[back]"}:
-        assert parse_action(answer(action), actions) == action != "search[...]"
-        assert set(action[7:-1].split()) <= {"a", "red", "mug", "3", "5", "inches", "large"}
-
-
-@registered
-class Library(Corridor):
-    """A world of tests in which one can only search, but not for `search[...]` itself."""
-
-    task, actions, limit = "find a book", ("search[...]",), 2
-
-    def _admissible(self, action):
-        return re.fullmatch(r"search\[\w[\w ]*\]", action) is not None
-
-    def _step(self, action):
-        self.success = True
-        return 1.0, True
-
-
-def test_whatever_acts_at_random_can_search(tmp_path):
-    """The floor, and the toy's examples."""
-    args = Args(env="test_vldac:Library-v0", num_envs=2, num_images=1)
-    floor = evaluated(tmp_path / "random.json", "random", "--env", args.env, "--episodes", 3)
-    assert floor["summary"]["success_rate"] == 1.0
-    rng = random.Random(0)
-    for example in toy.play(args, 4, seed=0):
-        assert parse_action(example.response(rng), example.actions) is not None
-
-
-# ------------------------------------------------------------------------------ other people's environments
-
-
-@registered
-class Stairs(gym.Env):
-    """With numbered actions from 5 on, a large frame, and a hint of its own."""
-
-    metadata = {"render_modes": ["rgb_array"]}
-    observation_space, action_space = gym.spaces.Discrete(5), gym.spaces.Discrete(2, start=5)
-    time_limit, seen = 6, 0  # what is seen is in the frame
-
-    def __init__(self, render_mode=None):
-        self.render_mode = render_mode
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.place = int(self.np_random.integers(1, 3))
-        return self.seen, {}
-
-    def step(self, action):
-        self.place = max(0, self.place + {5: -1, 6: 1}[action])
-        return self.seen, float(self.place), self.place == 4, False, {}
-
-    def hint(self):
-        return 6
-
-    def render(self):
-        return np.full((600, 900, 3), 40 + 40 * self.place, np.uint8)
-
-
-@registered
-class NamedStairs(Stairs):
-    """The same with an enum of actions and a mission, as Minigrid has them."""
-
-    actions = enum.IntEnum("Moves", {"down": 5, "up": 6})
-    seen = {"mission": "climb"}
-
-    def step(self, action):
-        *result, _ = super().step(action)
-        return *result, {"success": self.place == 4}
-
-
-@registered
-class ToldStairs(Stairs):
-    def get_action_meanings(self):  # as Atari has it
-        return ["DOWN", "UP"]
-
-
-@registered
-class Gamble(Stairs):
-    """A coin, and no success flag."""
-
-    def step(self, action):
-        return 0, self.np_random.choice([-1.0, 1.0]), True, False, {}
-
-
-MOVES = "left right forward pickup drop toggle done".split()
-FOREIGN = {  # id: its actions, its limit, what its task names
-    "test_vldac:Stairs-v0": (["5", "6"], 6, "Stairs-v0"),
-    "test_vldac:NamedStairs-v0": (["down", "up"], 6, "climb"),
-    "test_vldac:ToldStairs-v0": (["DOWN", "UP"], 6, "ToldStairs-v0"),
-    "CartPole-v1": (["0", "1"], 500, "CartPole-v1"),
-    "FrozenLake-v1": (["0", "1", "2", "3"], 100, "FrozenLake-v1"),
-    "CliffWalking-v1": (["0", "1", "2", "3"], 128, "CliffWalking-v1"),
-    "minigrid:MiniGrid-Empty-5x5-v0": (MOVES, 100, "goal"),
-    "minigrid:MiniGrid-DoorKey-5x5-v0": (MOVES, 250, "goal"),
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_environments_that_others_wrote(run, name):
-    if not name.startswith("test_vldac"):
-        pytest.importorskip("pygame", reason="other people's worlds need: pip install pygame-ce")
-    if name.startswith("minigrid"):
-        pytest.importorskip("minigrid", reason="Minigrid needs: pip install minigrid")
-    actions, limit, task = FOREIGN[name]
-    env = envs.make_env(name)
-    observation, info = env.reset(seed=0)
-    assert observation in env.observation_space and observation["image"].any()
-    assert (info["actions"], info["left"]) == (actions, limit) and task in info["task"]
-    assert play(env, 0, randomly(0)) == play(env, 0, randomly(0))
-    _, rows = run(name, "--max_episode_steps", 3)
-    assert rows[-1]["charts/episodic_return"] is not None
-    assert rows[-1]["charts/success_rate"] is None  # no flag was told
-
-
-def test_an_environment_with_discrete_actions():
-    env = envs.make_env("test_vldac:NamedStairs-v0", invalid_reward=-2.0)
-    observation, info = env.reset(seed=0)
-    start = env.unwrapped.place
-    assert observation["image"].shape == (299, 448, 3)
-    assert info["task"] == "climb"
-    assert env.get_wrapper_attr("hint")() == "up"
-
-    up = play(env, 0, lambda info: "up")
-    assert rewards_of(up) == list(range(start + 1, 5))
-    assert up[-1][3:5] == (True, False)
-    successes = [info["success"] for *_, info in up[1:]]
-    assert successes == [False] * (3 - start) + [True]
-
-    env.reset(seed=0)
-    env.step("down")
-    *_, info = env.step("")
-    assert env.unwrapped.place == start - 1
-    assert info["left"] == 4
-    assert info["success"] is False  # a step without an action forgets no flag
-
-    idle = play(env, 0, lambda info: "")
-    assert rewards_of(idle) == [-2.0] * 5 + [0.0]
-    assert idle[-1][3:5] == (False, True)
-    assert idle[-1][0] == idle[0][0]
-
-
-class Swapped(gym.ActionWrapper):
-    """What one learns is not what the environment below names."""
-
-    action_space = gym.spaces.Discrete(2)
-
-    def action(self, action):
-        return 6 - action
-
-    def get_action_meanings(self):
-        return ["rise", "sink"]
-
-
-gym.register("Swapped-v0", lambda render_mode=None: Swapped(NamedStairs(render_mode)))
-
-
-def test_a_wrapper_s_own_names_count():
-    env = envs.make_env("test_vldac:Swapped-v0")
-    _, info = env.reset(seed=0)
-    assert info["actions"] == ["rise", "sink"]
-    assert rewards_of(play(env, 0, lambda info: "rise"))[-1] == 4
-
-
-@pytest.mark.parametrize("names", [["rise"], ["rise", "rise"]])
-def test_every_action_needs_a_name_of_its_own(names, monkeypatch):
-    monkeypatch.setattr(Swapped, "get_action_meanings", lambda self: names)
-    with pytest.raises(envs.UserError, match="2 actions need as many different names"):
-        envs.make_env("test_vldac:Swapped-v0")
-
-
-@registered
-class Canvas(gym.Env):
-    """A world that draws over its frame, tells its flag only when it is solved, and has numpy's strings."""
-
-    observation_space = gym.spaces.Dict(
-        image=gym.spaces.Box(0, 255, (28, 28, 3), np.uint8), text=envs.AnyText()
-    )
-    action_space, max_steps = envs.AnyText(), 4
-    actions = np.array(["search[...]", "wait"])
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.image, self.step_number = np.zeros((28, 28, 3), np.uint8), 0
-        return {"image": self.image, "text": ""}, {"task": "a mug", "actions": list(self.actions)}
-
-    def step(self, action):
-        assert action != "search[...]"
-        self.step_number += 1
-        self.image[:] = 10 * self.step_number
-        solved = action.startswith("search") and self.step_number == 2
-        info = {"actions": list(self.actions), "left": np.int64(9)} | ({"success": True} if solved else {})
-        return {"image": self.image, "text": ""}, 1.0, solved, False, info
-
-
-def test_a_world_may_draw_over_its_frame_and_use_numpy():
-    player = vldac.Player(Args(env="test_vldac:Canvas-v0", num_images=3))
-    envs.check_world(player.env)  # which does not play `search[...]` itself
-    player.reset(0)
-    player.step(np.str_("wait"))
-    player.step(None)
-    assert [observation["image"].max() for observation in player.observations] == [0, 10, 20]
-    assert [type(action) for action in player.actions] == [str, str]  # or a checkpoint could not be read
-    assert type(player.info["left"]) is int
-
-
-def test_a_time_out_without_a_flag_is_no_success_where_others_have_one(tmp_path):
-    """Each step pays 1, so each return is positive."""
-    result = evaluated(tmp_path / "r.json", "random", "--env", "test_vldac:Canvas-v0", "--episodes", 40)
-    told = [episode["success"] for episode in result["episodes"]]
-    assert told == [True if episode["length"] == 2 else None for episode in result["episodes"]]
-    assert 0 < result["summary"]["success_rate"] == told.count(True) / 40 < 1
-
-
-@pytest.mark.parametrize("own, left", [(-1, 128), (math.inf, 128), (1e2, 128), (np.int64(9), 9)])
-def test_only_a_number_of_steps_is_a_limit(own, left, monkeypatch):
-    monkeypatch.setattr(Canvas, "max_steps", own)
-    _, info = envs.make_env("test_vldac:Canvas-v0").reset(seed=0)
-    assert info["left"] == left
-
-
-@pytest.mark.parametrize("given, left", [(2, 2), (9, 6)])
-def test_the_shorter_of_two_limits_counts(given, left):
-    env = envs.make_env("test_vldac:Stairs-v0", max_episode_steps=given)
-    _, info = env.reset(seed=0)
-    assert info["left"] == left
-
-
-class Broken(Corridor):
-    """A corridor with a fault."""
-
-    def __init__(self, fault):
-        super().__init__()
-        self.fault = fault
-
-    def reset(self, *, seed=None, options=None):
-        if self.fault == "raises in reset":
-            raise RuntimeError("lost its way")
-        observation, info = super().reset(seed=None if self.fault == "ignores its seed" else seed)
-        match self.fault:
-            case "no task":
-                del info["task"]
-            case "no actions":
-                del info["actions"]
-            case "wrong shape":
-                observation["image"] = observation["image"][:9]
-            case "list frame":
-                observation["image"] = observation["image"].tolist()
-            case "bool frame":
-                observation["image"] = observation["image"].astype(bool)
-            case "no text":
-                observation["text"] = None
-            case "old reset":
-                return observation
-        return observation, info
-
-    def step(self, action):
-        if self.fault == "raises in step":
-            raise RuntimeError("lost its way")
-        observation, reward, *ends, info = super().step(action)
-        return observation, math.nan if self.fault == "reward NaN" else reward, *ends, info
-
-
-class Unseen(Stairs):
-    metadata = {"render_modes": []}
-
-
-class Blank(Stairs):
-    def render(self):
-        return None
-
-
-BROKEN = {
-    "no task": 'reset must say what to achieve in info["task"]',
-    "no actions": 'actions"] must be a list of the actions now',
-    "old reset": "reset must return (observation, info), not dict",
-    "wrong shape": "given was image: uint8 (9, 28, 3), text: str",
-    "list frame": "given was image: list",
-    "bool frame": "given was image: bool (28, 28, 3)",
-    "no text": 'and "text", a str; given was image: uint8 (28, 28, 3), text: NoneType',
-    "raises in reset": "lost its way",
-    "raises in step": "lost its way",
-    "ignores its seed": "differ: reset must call super().reset(seed=seed)",
-    "reward NaN": "a finite number, not nan",
-    "no frames": 'no render mode "rgb_array"',
-    "blank frames": "render must return a uint8 frame (height, width, 3), not NoneType",
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.filterwarnings("ignore:.*Casting input x")  # Gymnasium, of a frame that is a list
-def test_a_world_that_breaks_the_contract(name, tmp_path, model, capsys, monkeypatch):
-    """One line that says what to change, or the world's own traceback, with a note that replays it."""
-    foreign = {"no frames": Unseen, "blank frames": Blank}
-    world = foreign.get(name, lambda: Broken(name))
-    monkeypatch.setitem(gym.registry, "Broken-v0", gym.envs.registration.EnvSpec("Broken-v0", world))
-    monkeypatch.setattr(vldac, "VLMPolicy", lambda args: pytest.fail("a model was loaded"))
-    argv = ["--env", "Broken-v0", "--model", model, "--runs_dir", tmp_path / "runs"]
-    if name.startswith("raises"):
-        with pytest.raises(RuntimeError, match=BROKEN[name]) as caught:
-            vldac.main([str(word) for word in argv])
-        assert "to reproduce: env.reset(seed=0), then env.step through [" in caught.value.__notes__[0]
-    else:
-        assert BROKEN[name] in refused(argv, capsys)
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_hint_must_be_admissible(monkeypatch):
-    """Else the toy would be taught an action that there is not."""
-    hints = iter(["right", None, "up", "search[a box]"])
-    monkeypatch.setattr(Corridor, "hint", lambda _: next(hints), raising=False)
-    player = vldac.Player(Args(env=CORRIDOR))
-    player.reset(0)
-    assert [envs.describe(player.env, "hint"), envs.describe(player.env, "hint")] == ["right", None]
-    with pytest.raises(envs.UserError, match="must return one of the actions now, .*, not 'up'"):
-        envs.describe(player.env, "hint")
-    player.env.actions = ["search[...]"]
-    assert envs.describe(player.env, "hint") == "search[a box]"
-
-
-# ------------------------------------------------------------------------------------- ALFWorld, for real
-
-KITCHEN = ["CounterTop", "SinkBasin", "Shelf"]
-START = ["go to countertop 1", "take mug 1 from countertop 1"]
-END = ["go to shelf 1", "move mug 1 to shelf 1"]
-GAMES = {  # task: a way to do it
-    "pick_and_place_simple": [*START, *END],
-    "pick_clean_then_place_in_recep": [*START, "go to sinkbasin 1", "clean mug 1 with sinkbasin 1", *END],
-}
-
-
-UNSEEN = "pick_clean_then_place_in_recep"  # the only task of split eval
-
-
-def thor_name(kind, number):
-    """ALFRED's name of an object, as its PDDL spells it; the game shows 'mug 1'."""
-    head, tail = ("Sink", "_bar_SinkBasin") if kind == "SinkBasin" else (kind, "")
-    place = "_bar_".join(f"_plus_0{number}_dot_{part}" for part in ("00", "25", "50"))
-    return f"{head}_bar_{place}{tail}"
-
-
-def write_games(root):
-    """ALFWorld games of two kinds in one small kitchen, from what the package ships."""
-    import alfworld.gen.goal_library as library
-    from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
-
-    mug, start = thor_name("Mug", 9), "loc_bar_9_bar_9_bar_0_bar_0"
-    objects = ["agent1 - agent", f"{start} - location", f"{mug} - object", "MugType - otype"]
-    facts = ["(= (total-cost) 0)", f"(atLocation agent1 {start})", f"(objectType {mug} MugType)"]
-    facts += [f"(pickupable {mug})", f"(cleanable {mug})"]
-    for number, kind in enumerate(KITCHEN):
-        place, where = thor_name(kind, number), f"loc_bar_{number}_bar_1_bar_0_bar_30"
-        objects += [f"{kind}Type - rtype", f"{place} - receptacle", f"{where} - location"]
-        facts += [f"(receptacleType {place} {kind}Type)", f"(receptacleAtLocation {place} {where})"]
-        facts.append(f"(canContain {kind}Type MugType)")
-        if kind == "CounterTop":
-            facts += [f"(inReceptacle {mug} {place})", f"(objectAtLocation {mug} {where})"]
-    domain, grammar = Path(ALFRED_PDDL_PATH).read_text(), Path(ALFRED_TWL2_PATH).read_text()
-    parameters = {"object_target": "Mug", "parent_target": "Shelf", "object_sliced": False}
-    parameters |= {"mrecep_target": "", "toggle_target": ""}
-    for split, task in [*(("train", task) for task in GAMES), ("valid_unseen", UNSEEN)]:
-        goal = library.gdict[task]["pddl"].format(obj="Mug", recep="Shelf", toggle="", mrecep="")
-        words = library.gdict[task]["templates"][0].format(obj="mug", recep="shelf")
-        problem = f"(define (problem kitchen) (:domain alfred)\n(:objects {' '.join(objects)})\n"
-        problem += f"(:init {' '.join(facts)})\n" + goal.replace("#", "-")
-        game = {"pddl_domain": domain, "pddl_problem": problem, "solvable": True, "walkthrough": GAMES[task]}
-        game["grammar"] = grammar.replace("UNKNOWN GOAL", words)
-        folder = Path(root, "json_2.1.1", split, f"{task}-Mug-None-Shelf-1", "trial_1")
-        folder.mkdir(parents=True)
-        (folder / "game.tw-pddl").write_text(json.dumps(game))
-        trial = {"task_type": task, "pddl_params": parameters}
-        (folder / "traj_data.json").write_text(json.dumps(trial))
-
-
-@pytest.fixture
-def alfworld_data(tmp_path, monkeypatch):
-    if sys.version_info >= (3, 13):
-        pytest.skip("alfworld's games do not run on Python 3.13 and later")
-    pytest.importorskip("alfworld", reason="the games need: pip install alfworld")
-    write_games(tmp_path / "games")
-    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "games"))
-    envs.load_alfworld.cache_clear()
-    yield
-    envs.load_alfworld.cache_clear()
-
-
-@pytest.mark.parametrize("split", ["train", "eval"])
-def test_alfworld_s_tasks_are_done_by_admissible_commands(split, alfworld_data):
-    """Both kinds of task, met by seed; case and spaces of the answer do not matter."""
-    argv = list(sys.argv)
-    env, done = gym.make("vldac/ALFWorld-v0", split=split).unwrapped, set()
-    check_env(env, skip_close_check=True)
-    for seed in range(10):
-        _, info = env.reset(seed=seed)
-        place_it, clean_it = GAMES.values()
-        commands = clean_it if "clean" in info["task"] else place_it
-        for command in commands:
-            action = parse_action(answer(f" {command.upper()}"), info["actions"])
-            assert action == command
-            _, reward, terminated, truncated, info = env.step(action)
-            last = command == commands[-1]
-            assert (reward, terminated, info["success"], truncated) == (float(last), last, last, False)
-        assert info["left"] == 50 - len(commands) and env.caption()
-        done.add(len(commands))
-    assert done == ({4, 6} if split == "train" else {6}) and sys.argv == argv
-
-
-def test_alfworld_repeats_itself(alfworld_data):
-    one, other = (envs.make_env("ALFWorld", max_episode_steps=12) for _ in range(2))
-    for seed in (3, 2**30 + 7, 3):
-        assert play(one, seed, randomly(seed)) == play(other, seed, randomly(seed))
-
-
-def test_alfworld_s_limits(alfworld_data):
-    env = envs.make_env("ALFWorld", max_episode_steps=3)
-    actions = iter(["fly to the moon", "look", "inventory"])
-    records = play(env, 0, lambda info: next(actions))
-    assert rewards_of(records) == [-1.0, 0.0, 0.0]
-    assert records[-1][3:5] == (False, True)
-    _, text, *_, info = records[0]
-    _, text_after_flying, *_, info_after_flying = records[1]
-    assert "Your task" not in text and "countertop 1" in text
-    assert text_after_flying == text  # nothing has happened
-    assert info_after_flying["actions"] == info["actions"]
-    assert (env.render() < 128).any()  # the text is on the frame
-
-
-def test_alfworld_without_games_says_how_to_get_them(alfworld_data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
-    assert "alfworld-download" in refused(["--env", "ALFWorld", "--model", "tiny"], capsys)
-
-
-@pytest.mark.parametrize("package, env, words", [
-    ("alfworld", "ALFWorld", "pip install alfworld"),
-    ("playwright.sync_api", "WebShop", "playwright install"),
-])  # fmt: skip
-def test_a_missing_package_is_named(package, env, words, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, package, None)
-    envs.load_alfworld.cache_clear()
-    assert words in refused(["--env", env, "--model", "tiny"], capsys)
-
-
-# --------------------------------------------------------------------- WebShop, a real browser and its pages
-
-CATALOGUE = {  # asin: (name, options)
-    "B0RED": ("Red mug", {"size": ["small", "large"], "colour": ["red", "dark red"]}),
-    "B0BLUE": ("Blue mug", {}),
-}
-SHOPPING = [("a blue mug for tea", "B0BLUE", {})] * 2  # of split eval
-SHOPPING += [("a red mug, large", "B0RED", {"size": "large"}), ("a blue mug", "B0BLUE", {})] * 3
-
-
-def button(address, name, field=""):
-    button = f'<button class="btn">{name}</button>'
-    return f'<form method="post" action="{quote(address)}">{field}{button}</form>'
-
-
-def page_of(path, sentences):
-    """A page with WebShop's addresses and the marks that the adapter goes by."""
-    kind, *rest = path[1:].split("/")
-    session = rest[0] if rest else kind
-    task, right, wanted = SHOPPING[int(session.removeprefix("fixed_"))]
-    body = '<html><head><script src="https://scripts.invalid/jquery.js"></script></head><body>'
-    body += f'<div id="instruction-text"><h4>Instruction:<br>{task}</h4></div>'
-    if kind == session:
-        return body + button(f"/{session}", "Search", '<input id="search_input" name="search_query">')
-    if kind == "done":
-        _, asin, chosen = rest
-        chosen = ast.literal_eval(chosen)
-        reward = (asin == right) * (1 + all(chosen.get(k) == v for k, v in wanted.items())) / 2
-        return f'<h1>Thank you</h1><h3 id="reward">Your score<pre>{reward}</pre></h3>'
-    body += button(f"/{session}", "Back to Search")
-    if kind == "search_results":
-        _, keywords, page = rest
-        for asin, (name, _) in CATALOGUE.items():
-            if set(name.lower().split()) & set(ast.literal_eval(keywords)):
-                address = quote(f"/item_page/{session}/{asin}/{keywords}/{page}/" + "{}")
-                body += f'<h4><a class="product-link" href="{address}">{asin}</a> {name}</h4>'
-        return body
-    _, asin, keywords, page, chosen = rest
-    body += button(f"/search_results/{session}/{keywords}/{page}", "&lt; Prev")
-    for option, values in CATALOGUE[asin][1].items():
-        for value in values:
-            then = ast.literal_eval(chosen) | {option: value}
-            address = quote(f"/item_page/{session}/{asin}/{keywords}/{page}/{then}")
-            body += f'<input type="radio" name="{option}" value="{value}" data-url="{address}">{value}'
-    return body + button(f"/done/{session}/{asin}/{chosen}", "Buy Now") + "It holds tea. " * sentences
-
-
-class Shop(http.server.BaseHTTPRequestHandler):
-    sentences = 3
-
-    def log_message(self, *_):
-        pass
-
-    def do_POST(self):
-        words = parse_qs(self.rfile.read(int(self.headers.get("Content-Length", 0))).decode())
-        if "search_query" not in words:
-            return self.do_GET()
-        keywords = quote(str(words["search_query"][0].lower().split()))
-        self.send_response(302)
-        self.send_header("Location", f"/search_results{self.path}/{keywords}/1")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def do_GET(self):
-        try:
-            status, body = 200, page_of(unquote(self.path), self.sentences).encode()
-        except (IndexError, ValueError):
-            status, body = 500, b"Internal Server Error"
-        self.send_response(status)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-
-@pytest.fixture
-def shop(monkeypatch):
-    playwright = pytest.importorskip("playwright.sync_api", reason="a browser needs: pip install playwright")
-    try:
-        envs.browser()
-    except playwright.Error as error:
-        pytest.skip(f"there is no browser: {str(error).splitlines()[0]}")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Shop)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("WEBSHOP_URL", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("WEBSHOP_GOALS", str(len(SHOPPING)))
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def buy(env, info, words):
-    """Search, or click names; the last step's result."""
-    for word in words:
-        action = parse_action(answer(word if "[" in word else f"click[{word}]"), info["actions"])
-        assert action is not None, (word, info["actions"])
-        *result, info = env.step(action)
-    return *result, info
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_shopping_in_a_real_browser(shop):
-    env = gym.make("vldac/WebShop-v0").unwrapped
-    check_env(env)
-    purchases = [
-        ("a red mug, large", ["search[Red Mug]", "B0RED", "large", "buy now"], 1.0),
-        ("a red mug, large", ["search[mug]", "b0red", "Dark Red", "buy now"], 0.5),
-        ("a red mug, large", ["search[mug]", "b0blue", "< prev", "b0blue", "buy now"], 0.0),
-        ("a blue mug", ["search[<r> no/thing]", "back to search", "search[blue]", "b0blue", "buy now"], 1.0),
-    ]
-    seeds = {env.reset(seed=seed)[1]["task"]: seed for seed in range(20)}
-    for task, words, pays in purchases:
-        observation, info = env.reset(seed=seeds[task])
-        assert info["task"] == task and info["actions"] == ["search[...]"] and task in observation["text"]
-        assert env.hint().startswith("search[a ")
-        observation, reward, terminated, truncated, info = buy(env, info, words)
-        assert (reward, terminated, truncated) == (pays, True, False) and info["success"] == (pays == 1)
-        assert observation["image"].shape == (640, 640, 3) and "Thank you" in observation["text"]
-    env.close()
-
-
-def test_what_is_on_the_page_is_admissible_and_nothing_else(shop, monkeypatch):
-    monkeypatch.setattr(Shop, "sentences", 400)
-    env = envs.make_env("WebShop", max_episode_steps=6)
-    env.reset(seed=0)
-    for action in ("", "click[buy now]", "search[...]", "search[]", "click[search]"):
-        assert env.step(action)[1:4] == (0.0, False, False)
-    assert env.step("search[mug]")[1:4] == (0.0, False, True)
-    _, info = env.reset(seed=0)
-    observation, *_, info = buy(env, info, ["search[mug]", "b0red"])
-    assert info["actions"] == [
-        "click[back to search]", "click[< prev]", "click[buy now]",
-        "click[small]", "click[large]", "click[red]", "click[dark red]",
-    ]  # fmt: skip
-    assert len(observation["text"]) < 4100 and observation["text"].endswith("more characters)")
-    before, *_ = env.step("click[large]")
-    after, *_ = env.step("click[dark red]")
-    assert before["text"].startswith("Chosen: large\n")
-    assert after["text"].startswith("Chosen: large, dark red\n")
-    assert (before["image"] != after["image"]).any()
-    env.close()
-
-
-def test_seeds_are_goals_of_a_shop_s_split(shop, monkeypatch):
-    tasks = {"train": {"a red mug, large", "a blue mug"}, "eval": {"a blue mug for tea"}}
-    for split, expected in tasks.items():
-        env = envs.make_env("WebShop", split=split)
-        found = []
-        for seed in (*range(15), 0):
-            _, info = env.reset(seed=seed)
-            found.append(info["task"])
-        assert set(found) == expected
-        assert found[-1] == found[0]
-        env.close()
-    monkeypatch.setenv("WEBSHOP_GOALS", "3000")
-    assert envs.make_env("WebShop", split="train").goals == range(1500, 3000)
-    assert envs.make_env("WebShop", split="eval").goals == range(500)
-
-
-def test_a_shop_in_trouble(shop, monkeypatch, capsys):
-    """A goal is not there, and no server."""
-    player = vldac.Player(Args(env="WebShop"))
-    monkeypatch.setattr(f"{__name__}.SHOPPING", [])
-    with pytest.raises(envs.UserError, match="WebShop answers 500 at http://.*: .* WEBSHOP_GOALS right"):
-        player.reset(4)
-    player.env.close()
-    monkeypatch.setenv("WEBSHOP_URL", "http://127.0.0.1:9")
-    line = refused(["--env", "WebShop", "--model", "tiny"], capsys)
-    assert "no answer from WebShop" in line and "flask --app" in line
-
-
 # -------------------------------------------------------------------------------------------- a whole run
-
-
-@registered
-class Signal(envs.World):
-    """A world of one-step episodes for tests: the text says which way is right."""
-
-    task, actions, size, limit = "obey", ("left", "right"), (28, 28), 4
-
-    def _reset(self):
-        self.way = self.actions[int(self.np_random.integers(2))]
-
-    def _step(self, action):
-        self.success = action == self.way
-        return float(self.success), True
-
-    def _frame(self):
-        return np.zeros((28, 28, 3), np.uint8)
-
-    def _text(self):
-        return f"Go {getattr(self, 'way', 'on')}!"
-
 
 SMALL = "--num_envs 2 --num_steps 4 --total_timesteps 16 --minibatch_size 8 --max_new_tokens 6".split()
 SMALL += "--value_hidden 16 --max_image_tokens 16 --lora_rank 4 --device cpu --eval_episodes 0".split()
@@ -2055,7 +1074,7 @@ def pretend_gpu(monkeypatch, bfloat16=True):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bfloat16)
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", ["NumberLine", pytest.param("OneRoom", marks=needs_opengl)])
 def test_a_run_writes_what_it_says(run, name, capsys, monkeypatch):
     pretend_gpu(monkeypatch)  # which --device cpu does not use
     folder, rows = run(name, "--eval_episodes", 2, "--max_episode_steps", 3)
@@ -2064,28 +1083,24 @@ def test_a_run_writes_what_it_says(run, name, capsys, monkeypatch):
     for row in rows[1:]:
         assert row["losses/ratio_first"] == 0.0
         assert row.keys() >= {*LOGGED, "time/collect", "time/score", "time/update"}
-        assert "gpu/max_memory_gb" not in row
     sample = rows[1]["samples"][0]
-    assert "Task: " in sample["prompt"]
-    assert sample.keys() == {"prompt", "response", "action", "reward"}
-
-    saved = json.loads((folder / "args.json").read_text())
-    assert saved["env"] == name and saved.keys() == {option.name for option in dataclasses.fields(Args)}
+    assert "Task: " in sample["prompt"] and sample.keys() == {"prompt", "response", "action", "reward"}
     names = {path.name for path in folder.iterdir()}
     assert names == {"args.json", "log.jsonl", "checkpoint.pt", "adapter", "best"}
     printed = capsys.readouterr().out
     assert f" --resume {folder}" in printed
     assert re.search(r"LoRA is on \d+ linear layers", printed)
-    assert "on 2 fixed seeds: success_rate" in printed
 
 
 def test_a_sample_that_did_not_parse_is_always_shown(run, monkeypatch):
-    """Of eight responses of each update, the fourth fails."""
-    script(monkeypatch, ['{"action": "left"}'] * 3 + ["what?"] + ['{"action": "right"}'] * 4)
-    _, rows = run(CORRIDOR)
+    """Of eight responses of each update the fourth fails; whatever it says, the log is plain JSON."""
+    hostile = "\x00\x1b[2J\x1b]0;title\x07\r\n\u202e\ufeff<|im_end|><|image_pad|>" + "a" * 100_000
+    script(monkeypatch, ['{"action": "left"}'] * 3 + [hostile] + ['{"action": "right"}'] * 4)
+    folder, rows = run(CORRIDOR)
     for row in rows[1:]:
-        assert [sample["response"] for sample in row["samples"]] == ['{"action": "left"}', "what?"]
+        assert [sample["response"] for sample in row["samples"]] == ['{"action": "left"}', hostile]
         assert row["charts/invalid_action_rate"] == 1 / 8
+    (folder / "log.jsonl").read_text(encoding="ascii")  # its escapes keep the terminal safe
 
 
 def test_the_log_tells_the_rate_and_the_warm_up(run):
@@ -2125,37 +1140,15 @@ def test_there_is_no_success_rate_before_every_player_has_ended_an_episode(run):
     assert ended == [0, 0, 2, 0, 2, 0]
 
 
-def test_a_rate_is_better_than_none(model, tmp_path, monkeypatch):
-    """A world that tells its flag only on success starts without a rate, whatever its return."""
-    policy, best = VLMPolicy(options(model, eval_episodes=1)), ()
-    episode = {"seed": 0, "length": 1, "invalid": 0}
-    for success, reached in ((None, (0.0, 5.0)), (True, (1.0, 1.0)), (None, (1.0, 1.0))):
-        result = [episode | {"success": success, "return": 5.0 if success is None else 1.0}]
-        monkeypatch.setattr(vldac, "evaluate", lambda *_, result=result: result)
-        _, best = vldac.evaluate_and_keep_best(policy, [], tmp_path, best)
-        assert best == reached
-
-
-def test_a_world_without_a_flag_has_no_rate(run, monkeypatch):
+def test_a_world_without_a_flag_has_no_rate(run, tmp_path, monkeypatch):
     """A return above 0 is no success; best/ is chosen by the return."""
-    script(monkeypatch, ['{"action": "5"}'])
-    folder, rows = run("test_vldac:Gamble-v0", "--eval_episodes", 2)
+    script(monkeypatch, ['{"action": "6"}'])
+    folder, rows = run("test_vldac:Stairs-v0", "--eval_episodes", 2)
     assert {row["charts/success_rate"] for row in rows[1:]} == {None} == {rows[0]["eval/success_rate"]}
-    assert all(-1 < row["charts/episodic_return"] < 1 for row in rows[1:])
-    assert (folder / "best").exists()
-
-
-def test_runs_that_start_at_once_have_a_folder_each(tmp_path, model):
-    args = options(model, env="NumberLine", runs_dir=str(tmp_path / "runs"))
-    together = threading.Barrier(16)
-
-    def open_run(_):
-        together.wait()
-        return vldac.open_run(dataclasses.replace(args))
-
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        folders = list(pool.map(open_run, range(16)))
-    assert len(set(folders)) == 16 and all((folder / "args.json").exists() for folder in folders)
+    assert rows[-1]["charts/episodic_return"] > 0 and (folder / "best").exists()
+    result = evaluated(tmp_path / "r.json", "random", "--env", "test_vldac:Stairs-v0", "--episodes", 9)
+    assert result["summary"]["success_rate"] is None
+    assert "9 episodes: no success flag, return" in evaluation.describe(result)
 
 
 def test_a_taken_name_gets_a_number_and_equal_seeds_give_equal_logs(run, tmp_path):
@@ -2172,24 +1165,10 @@ def test_a_run_starts_from_an_adapter_that_opens_with_plain_peft(run, model):
     plain = PeftModel.from_pretrained(base, adapter)
     learned = [p for name, p in plain.named_parameters() if "lora_" in name]
     found = VLMPolicy(options(model, adapter=adapter)).lora_parameters()
-    assert len(learned) == len(found)
     for one, other in zip(learned, found, strict=True):
-        assert one.equal(other)
-        assert one.any()
+        assert one.equal(other) and one.any()
     _, rows = run("NumberLine", "--adapter", adapter, name="second")
     assert rows[1]["losses/kl_base"] > 0  # the base is the model without its adapter
-
-
-def test_an_adapter_brings_its_rank(run, tmp_path, model, capsys):
-    base = AutoModelForImageTextToText.from_pretrained(model)
-    config = LoraConfig(r=2, lora_alpha=6, target_modules=TEXT_LAYERS)
-    adapter = str(tmp_path / "adapter")
-    get_peft_model(base, config).save_pretrained(adapter)
-    words = ["--env", "NumberLine", "--model", model, "--device", "cpu", "--adapter", adapter]
-    args = vldac.parse_args(words)
-    assert args.lora_rank == 2
-    assert args.lora_alpha == 6
-    assert "has another rank or alpha" in refused([*words, "--lora_rank", 4], capsys)
 
 
 def test_the_numbers_go_to_weights_and_biases_too(run, monkeypatch):
@@ -2363,11 +1342,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, whole_run, capsys):
     state["weights"]["renamed"] = state["weights"].pop(name)
     torch.save(state, folder / "checkpoint.pt")
     before = files(folder)
-    assert "checkpoint.pt is of another model" in refused(["--resume", folder], capsys)
-    for command in ("run", "page"):
-        with pytest.raises(SystemExit) as stop:
-            evaluation.main([command, str(folder), "--episodes", "2"])
-        assert stop.value.code == 2 and "checkpoint.pt is of another model" in capsys.readouterr().err
+    programs = {"--resume": vldac.main, "run": evaluation.main, "page": evaluation.main}
+    for word, main in programs.items():
+        assert "checkpoint.pt is of another model" in refused([word, folder], capsys, main)
     assert files(folder) == before
 
 
@@ -2545,12 +1522,15 @@ def test_loop_takes_the_mean_over_an_episode_s_tokens_and_drops_groups_without_s
     assert sorted(rows) == [0, 1, 2, 3, 4]
 
 
-def test_a_run_of_loop(run, monkeypatch):
-    """Whole episodes, pairs from the same start, as many as the budget allows."""
-    script(monkeypatch, ['{"action": "right"}', '{"action": "right"}', '{"action": "left"}'])
-    options = ["--total_timesteps", 64, "--group_size", 2, "--eval_episodes", 2, "--eval_every", 1]
-    folder, (first, *rows) = run(CORRIDOR, *options, main=loop.main)
-    assert all("eval/success_rate" in row for row in (first, *rows))
+def test_a_run_of_loop_that_was_killed_goes_on(run, whole_run, tmp_path, monkeypatch, capsys):
+    """Whole episodes, pairs from the same start, as many as the budget allows; resumed by LOOP only."""
+
+    def decode(_, responses):
+        return [json.dumps({"action": ["left", "right"][tokens.sum() % 2]}) for tokens in responses]
+
+    monkeypatch.setattr(VLMPolicy, "decode", decode)
+    options = [*LONG, "--total_timesteps", 64, "--group_size", 2]
+    folder, (first, *rows) = run(TROUBLED, *options, name="whole", main=loop.main)
     of_the_critic = {"losses/explained_variance", "losses/advantage_std"}
     assert any(row.keys() >= set(LOGGED) - of_the_critic for row in rows)
     played = 0
@@ -2560,54 +1540,17 @@ def test_a_run_of_loop(run, monkeypatch):
         assert one["seed"] == two["seed"]
         played += one["length"] + two["length"]
         assert row["global_step"] == played
-    assert played + 8 > 64 and (folder / "adapter" / "adapter_config.json").exists()
+    assert played + 8 > 64
 
-
-VARIANTS = {
-    "rl4vlm": (rl4vlm.main, []),
-    "loop": (loop.main, ["--group_size", 2]),
-}
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_run_of_a_variant_that_was_killed_goes_on(name, run, whole_run, tmp_path, monkeypatch, capfd):
-    """By its own program only, with the command that it prints."""
-    main, options = VARIANTS[name]
-    options = ["--total_timesteps", 64, *options]
-    run(TROUBLED, *options, name="whole", main=main)
     monkeypatch.setenv("TROUBLE", "killed 30")
-    assert forked(lambda: run(TROUBLED, *options, name="part", main=main)) == [-signal.SIGKILL]
+    assert forked(lambda: run(TROUBLED, *options, name="part", main=loop.main)) == [-signal.SIGKILL]
     monkeypatch.delenv("TROUBLE")
     part = tmp_path / "part"
-    assert 0 < torch.load(part / "checkpoint.pt", weights_only=True)["update"] < 8
-    assert f" --resume {part}" in capfd.readouterr().out
-    assert "is not a run of this program" in refused(["--resume", whole_run], capfd, main)  # of VL-DAC
-    for other, _ in [(vldac.main, []), *VARIANTS.values()]:
-        if other is not main:
-            assert "is not a run of this program" in refused(["--resume", part], capfd, other)
-    main(["--resume", str(part)])
-    assert without_times(rows_of(part)) == without_times(rows_of(tmp_path / "whole"))
-    weights = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in tmp_path.iterdir()]
-    torch.testing.assert_close(*weights, rtol=0, atol=0)
-
-
-# --------------------------------------------------------------------------------------- hostile output
-
-HOSTILE = [
-    '{"thoughts": "' + "a" * 1_000_000 + '", "action": "left"}',
-    "\x00\x01\x1b[2J\x1b]0;title\x07\r\n\u202e\ufeff" * 100,
-    '{"action": "../../../etc/passwd"}',
-    "<|im_end|><|image_pad|><|vision_start|>",
-]
-
-
-def test_whatever_the_model_writes_is_only_text(run, monkeypatch):
-    """Through parser, world and log."""
-    script(monkeypatch, HOSTILE)
-    folder, rows = run(CORRIDOR, "--total_timesteps", 40)
-    responses = [sample["response"] for row in rows[1:] for sample in row["samples"]]
-    assert len(responses) == 10 and set(responses) <= set(HOSTILE)
-    (folder / "log.jsonl").read_text(encoding="ascii")  # JSON escapes keep the terminal safe
+    assert 0 < torch.load(part / "checkpoint.pt", weights_only=True)["update"] < len(rows)
+    for other, main in ((whole_run, loop.main), (part, vldac.main), (part, rl4vlm.main)):
+        assert "is not a run of this program" in refused(["--resume", other], capsys, main)
+    loop.main(["--resume", str(part)])
+    same_runs(folder, part)
 
 
 # ------------------------------------------------------------------------------------------- the options
@@ -2619,22 +1562,15 @@ WRONG = {
     "--env no_such_module:World-v0": "No module named 'no_such_module'",
     "--env Pendulum-v1": "its action_space must be Discrete",
     "--model no/such/model-here": "--model no/such/model-here",
-    "--model empty": "--model empty",
     "--model text": "--model text: it takes no images",
-    "--adapter empty": "adapter_config.json",
+    "--adapter nowhere": "adapter_config.json",
     "--gam 1": "--gam",
     "--gamma 1.5": "--gamma must be between 0 and 1",
     "--learning_rate nan": "--learning_rate must be above 0",
     "--temperature 0": "--temperature must be above 0",
-    "--final_learning_rate -1": "--final_learning_rate must be above 0",
-    "--value_hidden 0": "--value_hidden must be at least 1",
-    "--kl_ref older": "invalid choice: 'older'",
     "--num_envs 0": "--num_envs must be at least 1",
-    "--minibatch_size 0": "--minibatch_size must be at least 1",
     "--minibatch_size 100": "512 must be a multiple of --minibatch_size",
     "--total_timesteps 5": "at most --total_timesteps",
-    "--seed -1": "--seed must be at least 0",
-    "--resume nowhere": "nowhere is not a run of this program",
     "--resume torn": "torn is not a run of this program",
 }
 
@@ -2644,37 +1580,34 @@ def test_wrong_invocations(words, tmp_path, capsys, monkeypatch):
     """One line that says what to do, exit status 2, no traceback, nothing left behind, no model loaded."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path / "text")
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "args.json").write_text('{"env": "Number')
     monkeypatch.setattr(vldac, "VLMPolicy", lambda args: pytest.fail("a model was loaded"))
-    before = files(tmp_path)
     assert WRONG[words] in refused(["--device", "cpu", "--env", "NumberLine", *words.split()], capsys)
-    assert files(tmp_path) == before and not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_precedence_is_command_line_world_toy_default(model):
     args = vldac.parse_args("--env NumberLine --model tiny --gamma 0.5 --device cpu".split())
     assert args.gamma == 0.5  # given, though the world says 1
-    assert args.learning_rate == vldac.TOY["learning_rate"] != Args.learning_rate
     assert args.gae_lambda == 1.0  # the world's
-    assert args.total_timesteps == vldac.TOY["total_timesteps"]
+    assert args.learning_rate == vldac.TOY["learning_rate"] != Args.learning_rate
     assert args.clip_coef == Args.clip_coef
-    full_id = vldac.parse_args(["--env", "vldac/EZPoints-v0", "--device", "cpu"])
-    assert full_id.gamma == 1.0 and full_id.env == "EZPoints"  # by which toy.py knows its lesson
-    assert vldac.parse_args(["--device", "cpu"]).total_timesteps == 20_480  # the toy's
-    assert vldac.parse_args(["--env", "EZPoints", "--model", model]).total_timesteps == 51_200
-    for world in ("FourRooms", "WallGap"):  # the paper's number, also for the toy
-        assert vldac.parse_args(["--env", world, "--device", "cpu"]).total_timesteps == 51_200
-    args = vldac.parse_args(f"--env NumberLine --gamma {Args.gamma} --device cpu --stop_grad false".split())
+    words = f"--env vldac/NumberLine-v0 --gamma {Args.gamma} --device cpu --stop_grad false".split()
+    args = vldac.parse_args(words)
+    assert args.env == "NumberLine"  # by which toy.py knows its lesson
     assert args.gamma == Args.gamma  # given counts, also where it equals the default
     assert args.stop_grad is False and args.value_hidden == [256, 256]
-    for world in ("ALFWorld", "WebShop"):  # long prompts, but a toy is small
-        words = ["--env", world, "--device", "cpu", "--model"]
-        assert vldac.parse_args([*words, model]).gradient_checkpointing
-        assert not vldac.parse_args([*words, "tiny"]).gradient_checkpointing
-        assert not vldac.parse_args([*words, model, "--gradient_checkpointing=false"]).gradient_checkpointing
+
+    budgets = {"OneRoom": 20_480, "FourRooms": 51_200, "WallGap": 51_200}  # two keep the paper's number
+    for env, budget in budgets.items():
+        assert vldac.parse_args(["--env", env, "--device", "cpu"]).total_timesteps == budget  # the toy's
+        assert vldac.parse_args(["--env", env, "--model", model]).total_timesteps == 51_200
+    words = ["--env", "WebShop", "--device", "cpu", "--model"]  # long prompts, but a toy is small
+    assert vldac.parse_args([*words, model]).gradient_checkpointing
+    assert not vldac.parse_args([*words, "tiny"]).gradient_checkpointing
+    assert not vldac.parse_args([*words, model, "--gradient_checkpointing=false"]).gradient_checkpointing
 
 
 @pytest.mark.parametrize("bfloat16, dtype", [(True, "bfloat16"), (False, "float32")])
@@ -2685,21 +1618,16 @@ def test_the_defaults_of_a_gpu(bfloat16, dtype, monkeypatch):
     assert (Args().device, Args().model) == ("cuda", "Qwen/Qwen2-VL-7B-Instruct")
 
 
-def test_a_gpu_that_pytorch_does_not_find_is_mentioned(monkeypatch, capsys):
+@pytest.mark.parametrize("cuda, reason", [(False, "PyTorch"), (True, "--device cpu")])
+def test_a_gpu_that_is_not_used_is_mentioned(cuda, reason, monkeypatch, capsys):
     """The first line says why it is the toy."""
+    exists = os.path.exists
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    exists, present, cuda = os.path.exists, True, False
-    monkeypatch.setattr(os.path, "exists", lambda x: present if x == "/dev/nvidia0" else exists(x))
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidia0" or exists(path))
     monkeypatch.setattr(envs, "check_world", lambda env: sys.exit("enough"))
-    for present, cuda, reason in (
-        (True, False, "PyTorch"),
-        (True, True, "--device cpu"),
-        (False, False, None),
-    ):
-        with pytest.raises(SystemExit, match="enough"):
-            vldac.main(["--env", "NumberLine", *(["--device", "cpu"] if cuda else [])])
-        line = f"the toy on the CPU, though this machine has an NVIDIA GPU: {reason}"
-        assert (line in capsys.readouterr().out) == present
+    with pytest.raises(SystemExit, match="enough"):
+        vldac.main(["--env", "NumberLine", *(["--device", "cpu"] if cuda else [])])
+    assert f"the toy on the CPU, though this machine has an NVIDIA GPU: {reason}" in capsys.readouterr().out
 
 
 def test_a_policy_and_a_player_can_be_made_in_a_notebook(model):
@@ -2711,24 +1639,28 @@ def test_a_policy_and_a_player_can_be_made_in_a_notebook(model):
     assert len(step.tokens) <= 4 and player.info["left"] == 9
 
 
-def test_every_option_has_a_line_of_help(capsys):
-    with pytest.raises(SystemExit):
-        vldac.parse_args(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    for option in dataclasses.fields(Args):
-        assert f"--{option.name} " in text
-    assert "newest frames in the prompt (default: 4)" in text and "alpha (default: 0.15)" in text
+# ------------------------------------------------------------------------------------------------ the toy
 
 
-def test_without_extras_the_toy_says_so(tmp_path):
-    for name in ("vldac.py", "envs.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    command = [sys.executable, "vldac.py", "--env", "NumberLine", "--device", "cpu"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.strip().endswith("without it, give a --model")
+@registered
+class Signal(envs.World):
+    """A world of one-step episodes for tests: the text says which way is right."""
 
+    task, actions, size, limit = "obey", ("left", "right"), (28, 28), 4
 
-# ------------------------------------------------------------------------------- the toy, and LOOP
+    def _reset(self):
+        self.way = self.actions[int(self.np_random.integers(2))]
+
+    def _step(self, action):
+        self.success = action == self.way
+        return float(self.success), True
+
+    def _frame(self):
+        return np.zeros((28, 28, 3), np.uint8)
+
+    def _text(self):
+        return f"Go {getattr(self, 'way', 'on')}!"
+
 
 SIGNAL = "test_vldac:Signal-v0"
 
@@ -2754,15 +1686,15 @@ def test_the_toy_learns(toy_run):
     assert np.mean([row["charts/invalid_action_rate"] for row in rows]) < 0.05
 
 
-def test_one_process_teaches_the_toy_and_the_run_keeps_it(toy_run, tmp_path, monkeypatch, capfd):
+def test_one_process_teaches_the_toy_and_the_run_keeps_it(toy_run, tmp_path, monkeypatch, capsys):
+    """So that a run can be moved and resumed."""
     folder, printed = toy_run
     assert printed.count("teaching a toy") == 1
-    assert len(list((folder / "cache" / "vldac").iterdir())) == 1
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     sizes = ["--num_envs", 64, "--num_steps", 2, "--minibatch_size", 64, "--total_timesteps", 256]
     sizes += ["--max_new_tokens", 40, "--eval_episodes", 2]
     one, rows = start(tmp_path, "tiny", SIGNAL, *sizes)
-    assert "teaching a toy" not in capfd.readouterr().out  # it is in the cache
+    assert "teaching a toy" not in capsys.readouterr().out  # it is in the cache
     assert files(one / "base") == files(folder / "run" / "base")
     moved = one.rename(tmp_path / "moved")
     (moved / "checkpoint.pt").unlink()
@@ -2785,29 +1717,24 @@ def test_the_toy_s_lesson_has_random_actions_and_hints():
 
 
 def test_the_toy_is_taught_again_for_what_its_lesson_depends_on_only(tmp_path, monkeypatch):
-    """Not for an edit of the policy or the update; a process of its own teaches."""
-    taught = []
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: taught.append(command))
+    """Not for an edit of the policy or the update."""
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: None)  # nothing is taught
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = inspect.getsource
 
     def folder(edited=None, **changes):
         """Of the toy for these options, after an edit of a module or function."""
-        edit = lambda x: source(x) + (" edited" if x is edited else "")  # noqa: E731
         with monkeypatch.context() as context:
-            context.setattr(inspect, "getsource", edit)
+            context.setattr(inspect, "getsource", lambda x: source(x) + (" edited" if x is edited else ""))
             return toy.cached_folder(Args(**{"env": "NumberLine"} | changes))
 
     first = folder()
     assert folder(learning_rate=1.0, lora_rank=3) == folder(edited=vldac) == first
     others = {folder(seed=7), folder(num_images=7), folder(edited=build_prompt), folder(edited=envs)}
-    others |= {folder(env=SIGNAL), folder(env=SIGNAL, edited=sys.modules["test_vldac"])}
     gym.register("Borrowed-v0", "extras.my_world:Doors")  # the world is in another module than its name
-    borrowed = "test_vldac:Borrowed-v0"
-    my_world = importlib.import_module("extras.my_world")
+    borrowed, my_world = "test_vldac:Borrowed-v0", importlib.import_module("extras.my_world")
     others |= {folder(env=borrowed), folder(env=borrowed, edited=my_world)}
-    assert len(others - {first}) == 8 and first.parent == tmp_path / "vldac"
-    assert taught[0][:3] == [sys.executable, toy.__file__, first]
+    assert len(others - {first}) == 6 and first.parent == tmp_path / "vldac"
 
 
 def test_the_benchmark_runs(capsys):
@@ -2824,89 +1751,61 @@ def evaluated(path, *words):
     return json.loads(path.read_text())
 
 
-def test_an_evaluation_of_a_run_and_of_its_start(toy_run, tmp_path):
+def test_an_evaluation_of_a_run_and_of_its_start(toy_run, tmp_path, capsys):
     """The trained toy obeys, the one it started from guesses; each evaluation repeats itself."""
-    folder, results = toy_run[0] / "run", {}
-    for command, mode in itertools.product(("run", "start"), ("sampled", "greedy")):
-        words = [command, folder, "--episodes", 60, "--mode", mode]
-        result, again = (evaluated(tmp_path / f"{k}.json", *words) for k in range(2))
-        assert result == again and [episode["seed"] for episode in result["episodes"]] == list(range(60))
-        results[command, mode] = result
-        wins = sum(episode["success"] for episode in result["episodes"])
-        assert result["summary"]["success_rate"] == wins / 60 and (wins > 50) == (command == "run")
-        other = evaluated(tmp_path / "2.json", *words, "--seed", 1, "--num_envs", 7)["episodes"]
-        if mode == "greedy":
-            assert other == result["episodes"]  # no chance, whatever shares a forward pass
-        elif command == "start":
-            assert other != result["episodes"]
-    adapter = evaluated(
-        tmp_path / "3.json", "start", folder, "--adapter", folder / "adapter", "--episodes", 60
-    )
-    assert adapter["episodes"] == results["run", "sampled"]["episodes"]
+    folder, out = toy_run[0] / "run", tmp_path / "result.json"
+
+    def episodes(command, *words):
+        return evaluated(out, command, folder, "--episodes", 60, *words)["episodes"]
+
+    run, start = episodes("run"), episodes("start")
+    assert run == episodes("run") and [episode["seed"] for episode in run] == list(range(60))
+    wins, guesses = (sum(episode["success"] for episode in played) for played in (run, start))
+    assert wins > 50 > guesses
+    chance = ["--seed", 1, "--num_envs", 7]
+    assert episodes("start", *chance) != start
+    greedy = ["--mode", "greedy"]
+    assert episodes("start", *greedy, *chance) == episodes("start", *greedy)  # whatever shares a forward pass
+    assert episodes("start", "--adapter", folder / "adapter") == run
+    assert "weights: checkpoint.pt, update 12" in capsys.readouterr().out
 
 
-def test_a_run_that_was_interrupted_is_evaluated_from_its_checkpoint(toy_run, tmp_path, capsys):
-    whole = evaluated(tmp_path / "whole.json", "run", toy_run[0] / "run", "--episodes", 60)
-    part = shutil.copytree(toy_run[0] / "run", tmp_path / "part")
-    shutil.rmtree(part / "adapter")
-    found = evaluated(tmp_path / "part.json", "run", part, "--episodes", 60)
-    assert found["episodes"] == whole["episodes"]
-    assert found["weights"] == "checkpoint.pt, update 12" and found["weights"] in capsys.readouterr().out
-    (part / "checkpoint.pt").unlink()
-    with pytest.raises(SystemExit):
-        evaluation.main(["run", str(part)])
-    assert "part has saved nothing yet" in capsys.readouterr().err
+def test_only_the_checkpoint_has_a_run_s_weights(toy_run, tmp_path, capsys):
+    """Not adapter/, which has no critic and may be missing after an interruption."""
+    folder = shutil.copytree(toy_run[0] / "run", tmp_path / "run")
+    adapter = (folder / "adapter").rename(tmp_path / "adapter")
+    assert evaluated(tmp_path / "result.json", "run", folder, "--episodes", 2)["summary"]
+    no_critic = refused(["page", folder, "--adapter", adapter], capsys, evaluation.main)
+    assert "it takes no --adapter" in no_critic
+    (folder / "checkpoint.pt").unlink()
+    assert "run has saved nothing yet" in refused(["run", folder], capsys, evaluation.main)
 
 
-def test_the_hints_are_a_ceiling_and_chance_is_a_floor(tmp_path):
+def test_a_ceiling_a_floor_and_their_paired_difference(tmp_path):
     """In NumberLine a random player arrives in time in 0.611 of the games (exactly, over all starts)."""
     words = ["--env", "NumberLine", "--episodes", 60]
+    floor = evaluated(tmp_path / "random.json", "random", *words)
     ceiling = evaluated(tmp_path / "hint.json", "hint", *words)
-    floor = evaluated(tmp_path / "random.json", "random", *words)
-    assert ceiling["summary"]["success_rate"] == 1.0 and ceiling["mode"] is None
     assert 0.45 < floor["summary"]["success_rate"] < 0.75
-    again = evaluated(tmp_path / "again.json", "random", *words, "--num_envs", 4)
-    assert again["episodes"] == floor["episodes"]
+    assert ceiling["summary"]["success_rate"] == 1.0 and ceiling["mode"] is None
+    other = evaluated(tmp_path / "other.json", "random", *words, "--num_envs", 4)
+    assert other["episodes"] == floor["episodes"]  # whatever plays beside it
 
-
-def test_compare_is_paired_and_refuses_what_differs(tmp_path):
-    words = ["--env", "NumberLine", "--episodes", 12]
-    floor = evaluated(tmp_path / "random.json", "random", *words)
-    evaluated(tmp_path / "hint.json", "hint", *words)
     lost = [episode["success"] for episode in floor["episodes"]].count(False)
-    assert lost > 0
     printed = evaluation.compare(tmp_path / "random.json", tmp_path / "hint.json")
     p = f"exact McNemar p = {2 / 2**lost:.2g}"
-    assert printed.splitlines()[-1] == f"B - A: {lost / 12:+.3f} ({lost} won, 0 lost, {p})"
+    assert printed.splitlines()[-1] == f"B - A: {lost / 60:+.3f} ({lost} won, 0 lost, {p})"
     for name, reason in {"episodes": "seeds", "max_episode_steps": "max_episode_steps"}.items():
         evaluated(tmp_path / "other.json", "hint", *words, f"--{name}", 5)
         with pytest.raises(envs.UserError, match=f"differ in {reason} and"):
             evaluation.compare(tmp_path / "hint.json", tmp_path / "other.json")
 
 
-def test_an_animation_shows_every_step_and_the_outcomes(toy_run, tmp_path):
-    """Before is on the left; success is written in green, no success in red."""
+def test_an_animation_shows_every_step_and_the_end(toy_run, tmp_path):
     folder = shutil.copytree(toy_run[0] / "run", tmp_path / "run")
-    film.main(folder, "--episodes", "8")
-    seen = set()
-    for seed in range(8):
-        with Image.open(folder / f"film-{seed}.gif") as gif:
-            assert gif.n_frames == 2 and gif.width == 860  # an episode is one step
-            gif.seek(1)
-            pixels = np.asarray(gif.convert("RGB"), int)[-140:]
-        red, green = pixels[..., 0], pixels[..., 1]
-        won, lost = green > red + 60, red > green + 60
-        for half in (slice(0, 430), slice(430, 860)):
-            assert won[:, half].any() != lost[:, half].any()
-        seen.add((won[:, :430].any(), won[:, 430:].any()))
-    assert (False, True) in seen and (True, False) not in seen
-
-
-def test_a_world_without_a_flag_has_no_success(tmp_path):
-    result = evaluated(tmp_path / "r.json", "random", "--env", "test_vldac:Gamble-v0", "--episodes", 40)
-    returns = [episode["return"] for episode in result["episodes"]]
-    assert set(returns) == {-1.0, 1.0} and result["summary"]["success_rate"] is None
-    assert "40 episodes: no success flag, return" in evaluation.describe(result)
+    film.main(folder)
+    with Image.open(folder / "film-0.gif") as gif:
+        assert gif.n_frames == 2 and gif.width == 860  # an episode is one step; before and after
 
 
 def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path):
@@ -2914,118 +1813,61 @@ def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path):
     folder, out = toy_run[0] / "run", tmp_path / "page.html"
     evaluation.main(["page", str(folder), "--episodes", "40", "--temperature", "1.6", "--out", str(out)])
     page = out.read_text(encoding="utf-8")
-    assert "http" not in page and page.count("<svg") >= 6  # it needs no other file
+    assert "http" not in page and page.count("<svg") == len(evaluation.CHARTS)  # it needs no other file
     assert page.count('class="bad"') == page.count("(no admissible action)") > 0
     assert all(page.count(f'<span class="{name}">') > 1 for name in ("p50", "p10", "p0"))
+    assert "weights: checkpoint.pt, update 12" in page and "V is the critic's value" in page
 
     outcomes = []
-    strips = page.split("<h3>")[1:]
-    assert len(strips) <= 8
-    for strip in strips:
+    for strip in page.split("<h3>")[1:]:
         heading = re.match(r"Seed (\d+): (success|failure), return (\S+), (\d+) steps", strip)
         outcomes.append(heading[2])
         rewards = [float(x) for x in re.findall(r"reward ([-.\d]+)", strip)]
-        assert len(rewards) == strip.count("data:image/png;base64,") == int(heading[4])
+        assert len(rewards) == strip.count("data:image/webp;base64,") == int(heading[4])
         assert sum(rewards) == pytest.approx(float(heading[3]))
-    assert set(outcomes) == {"success", "failure"}
+    assert set(outcomes) == {"success", "failure"} and len(outcomes) <= 8
     assert outcomes == sorted(outcomes)  # failures first
-    assert "weights: checkpoint.pt, update 12" in page
 
 
-def test_tokens_of_one_letter_are_shown_as_one(policy):
-    """A letter of two tokens has the product of their probabilities; without an end of the turn, no mark."""
-    tokens = policy.tokenizer("a\u00e9b", return_tensors="pt").input_ids[0][-4:]
-    assert len(tokens) == 4
-    found = evaluation.tokens_of(policy, tokens, torch.tensor([0.5, 0.5, 0.4, 0.9]).log())
-    assert [text for text, _ in found] == ["a", "\u00e9", "b"]
-    assert [p for _, p in found] == pytest.approx([0.5, 0.2, 0.9])
-    assert evaluation.tokens_of(policy, tokens[:2], torch.zeros(2)) == [("a", 1.0), ("\ufffd", 1.0)]
-
-
-def test_a_strip_has_each_step_s_advantage_and_its_tokens(monkeypatch):
-    """By hand: gamma 1/2, lambda 1, so A = reward + next reward / 2 - V. A large frame is made small."""
-    text = "You see a cabinet 6, a cabinet 5 and a drawer 2. " * 12
-    frame = evaluation.png(envs.draw_text(text, (640, 640)))
+@pytest.mark.parametrize("timed_out, advantages", [
+    (False, ["-0.50", "-2.25"]), (True, ["+0.62", "+0.00"]),  # a time-out's reward is not learned from
+])  # fmt: skip
+def test_a_strip_has_each_step_s_advantage(timed_out, advantages):
+    """By hand: gamma 1/2, lambda 1, so A = reward + next reward / 2 - V."""
     moments = [
-        evaluation.Moment(frame, "go <on>", [("go", 0.95), (" <", 0.2), ("on>", 0.3)], "go", 1.0, False, 0.5),
-        evaluation.Moment(frame, "?", [("?", 0.01)], None, -2.0, False, 0.25),
+        evaluation.Moment(b"", "go", [], "go", 1.0, False, 0.5),
+        evaluation.Moment(b"", "?", [], None, -2.0, timed_out, 0.25),
     ]
-    result = {"success": False, "return": -1.0, "length": 2}
-    html = evaluation.strip(7, evaluation.Recording(moments, b"", result), gamma=0.5, gae_lambda=1.0)
+    recording = evaluation.Recording(moments, b"", {"success": False, "return": -1.0, "length": 2})
+    html = evaluation.strip(7, recording, gamma=0.5, gae_lambda=1.0)
     assert "Seed 7: failure, return -1.00, 2 steps" in html
-    assert re.findall(r"V (\S+), A (\S+?)<", html) == [("0.50", "-0.50"), ("0.25", "-2.25")]
-    assert 'go<span class="p10"> &lt;on&gt;</span>' in html and '<span class="p0">?</span>' in html
-    [first, _] = re.findall(r"data:image/webp;base64,([^\"]+)", html)
-    assert len(first) < 10e6 / 8 / 50  # eight episodes of 50 steps are less than 10 MB
-    with Image.open(io.BytesIO(base64.b64decode(first))) as small:
-        assert small.size == (400, 400)
-    assert '<path d="M100 8.3L300 12.5h0"' in html  # from -2 to 1 in 50 pixels
-    moments[1].timed_out = True  # its reward is not learned from: the first A is 1 + 0.25 / 2 - 0.5
-    html = evaluation.strip(7, evaluation.Recording(moments, b"", result), gamma=0.5, gae_lambda=1.0)
-    assert re.findall(r"V (\S+), A (\S+?)<", html) == [("0.50", "+0.62"), ("0.25", "+0.00")]
+    assert re.findall(r"A (\S+?)<", html) == advantages
 
 
-def test_the_probabilities_of_a_recording_are_those_of_the_policy(toy_run):
-    args = vldac.load_args(toy_run[0] / "run", evaluation.Args)
-    policy, players = vldac.VLMPolicy(args), [vldac.Player(args) for _ in range(3)]
-    for seed, player in enumerate(players):
-        player.reset(seed)
-    recordings, taken = {}, []
+def test_a_recording_has_the_policy_s_probabilities_and_the_world_s_time_outs(model):
+    policy, steps, recordings = make_policy(model, env=CORRIDOR), [], {}
 
     def act(policy, players):
-        taken.extend(vldac.act(policy, players))
-        return taken
+        steps.extend(vldac.act(policy, players))
+        return steps[-1:]
 
-    evaluation.recorded(act, recordings)(policy, players)
-    for seed, step in enumerate(taken):
-        [moment] = recordings[seed].moments
-        assert "".join(text for text, _ in moment.tokens) == f"{step.response}\u00b6"
+    vldac.evaluate(policy, [vldac.Player(policy.args)], [2], evaluation.recorded(act, recordings))
+    moments = recordings[2].moments
+    assert [moment.timed_out for moment in moments] == [False] * 4 + [True]
+    for moment, step in zip(moments, steps, strict=True):
+        assert moment.response == step.response
         logprobs, value = policy([step.prompt], *pad([step.tokens]))
         assert moment.value == pytest.approx(value.item(), abs=1e-5)
-        expected = logprobs[0].exp().tolist()
-        assert [p for _, p in moment.tokens] == pytest.approx(expected, abs=1e-5)
+        probabilities = [probability for _, probability in moment.tokens]
+        assert probabilities == pytest.approx(logprobs[0].exp().tolist(), abs=1e-5)
 
 
-def test_a_recording_knows_a_time_out_from_an_end(model):
-    """Moving right from 2, the corridor ends after two steps; moving left, the time limit comes."""
-    policy = make_policy(model, env=CORRIDOR)
-    for action, timed_out in (("right", False), ("left", True)):
-        player, recordings = vldac.Player(policy.args), {}
-        player.reset(2)
-        act = evaluation.recorded(
-            lambda policy, players, a=action: [forced(policy, players[0], a)], recordings
-        )
-        while not act(policy, [player])[0].done:
-            pass
-        assert [moment.timed_out for moment in recordings[2].moments][-1] == timed_out
-
-
-def forced(policy, player, action):
-    """A step of a player who takes this action, whatever the policy says."""
-    prompt = policy.encode(*player.turn())
-    [tokens] = policy.sample([prompt])
-    return vldac.Step(prompt, tokens, "", action, *player.step(action))
-
-
-def test_a_page_takes_no_adapter(toy_run, capsys):
-    """An adapter has no critic."""
-    folder = str(toy_run[0] / "run")
-    with pytest.raises(SystemExit):
-        evaluation.main(["page", folder, "--adapter", f"{folder}/adapter"])
-    assert "it takes no --adapter" in capsys.readouterr().err
-
-
-def test_runs_of_other_algorithms_are_evaluated_and_have_pages(run, tmp_path, capsys):
-    """LOOP has no critic, so its page shows no values."""
-    rl4vlm_run, _ = run(CORRIDOR, "--eval_episodes", 1, name="rl4vlm", main=rl4vlm.main)
-    loop_run, _ = run(CORRIDOR, "--group_size", 2, "--eval_episodes", 1, main=loop.main)
-    for folder, critic in ((rl4vlm_run, True), (loop_run, False)):
-        result = evaluated(tmp_path / "result.json", "run", folder, "--episodes", 2)
-        assert len(result["episodes"]) == 2
-        assert result["weights"].startswith("checkpoint.pt, update ")
-        evaluation.main(["page", str(folder), "--out", str(tmp_path / "page.html")])
-        page = (tmp_path / "page.html").read_text(encoding="utf-8")
-        assert ("V is the critic's value" in page) == ("<br>V " in page) == critic
+def test_a_run_without_a_critic_is_evaluated_and_has_a_page(run, tmp_path):
+    folder, _ = run(CORRIDOR, "--group_size", 2, main=loop.main)
+    assert len(evaluated(tmp_path / "result.json", "run", folder, "--episodes", 2)["episodes"]) == 2
+    evaluation.main(["page", str(folder), "--out", str(tmp_path / "page.html")])
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<h3>Seed 0" in page and "critic's value" not in page and "<br>V " not in page
 
 
 @pytest.mark.parametrize("n, m", [(1, 1), (2, 5), (5, 3), (4, 4)])
@@ -3041,74 +1883,62 @@ def test_a_rank_sum_test_is_that_of_all_choices(n, m):
         assert evaluation.rank_sum(values[:n], values[n:]) == pytest.approx(expected)
 
 
-def write_log(path, rates, before, after=0.9):
-    """A log file, or a run's folder: evaluations before and after; from step 20 on a rate every 10 steps."""
-    world, *_, seed = path.stem.split("-")
-    options = {"env": world, "seed": int(seed)}
-    rows = [{"update": 0, "global_step": 0, "eval/success_rate": before}]
-    for k, rate in enumerate([None, *rates], 1):
-        row = {"update": k, "global_step": 10 * k, "charts/success_rate": rate}
-        rows.append(row | {"charts/invalid_action_rate": 0.25})
-    rows[-1] |= {"eval/success_rate": after, "eval/invalid_action_rate": 0.125}
-    if path.suffix == ".jsonl":
-        rows = [options, *rows]
-    else:
-        path.mkdir()
-        (path / "args.json").write_text(json.dumps(options))
-        path = path / "log.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-
-
 @pytest.fixture
 def logs(tmp_path):
-    """Two seeds of a method, a run's folder and a log file, and one run of another method."""
-    write_log(tmp_path / "NumberLine-tiny-0", [0.2, 0.6, 1.0], before=0.1)
-    write_log(tmp_path / "NumberLine-tiny-1.jsonl", [0.4, 0.8, 0.6], before=0.2)
-    write_log(tmp_path / "NumberLine-LOOP-0.jsonl", [0.1, 0.1, 0.1], before=0.1, after=0.2)
-    return sorted(map(str, tmp_path.iterdir()))
+    """Four log files: evaluations before and after, and from step 20 on a rate every 10 steps."""
+    paths = []
+    for name, before, *rates in (
+        ("NumberLine-tiny-0", 0.1, 0.2, 0.6, 1.0),
+        ("NumberLine-tiny-1", 0.2, 0.4, 0.8, 0.6),
+        ("NumberLine-LOOP-0", 0.1, 0.1, 0.1, 0.1),
+        ("OneRoom-LOOP-3", 0.5, 0.5, 0.5, 0.5),
+    ):
+        world, _, seed = name.split("-")
+        rows = [{"env": world, "seed": int(seed)}]
+        rows.append({"update": 0, "global_step": 0, "eval/success_rate": before})
+        for k, rate in enumerate([None, *rates], 1):
+            row = {"update": k, "global_step": 10 * k, "charts/success_rate": rate}
+            rows.append(row | {"charts/invalid_action_rate": 0.25})
+        rows[-1] |= {"eval/success_rate": 0.9, "eval/invalid_action_rate": 0.125}
+        paths.append(tmp_path / f"{name}.jsonl")
+        paths[-1].write_text("\n".join(map(json.dumps, rows)))
+    return [str(path) for path in paths]
 
 
-def test_a_table_of_runs(logs, capsys):
+def test_tables_of_runs_and_of_methods(logs, capsys):
     """By hand: until the first rate it is the evaluation before training that counts.
 
     So the mean of tiny, seed 0, is ((.1 + .1) / 2 + (.1 + .2) / 2 + (.2 + .6) / 2 + (.6 + 1) / 2) / 4.
+    One run is below two others in one of three ways, or above them: p is 2 / 3.
     """
-    evaluation.main(["table", *logs])
+    evaluation.main(["table", *logs[:3]])
     assert capsys.readouterr().out.splitlines() == [
         "| world | run | seed | before | after | last 100 | mean | steps to 0.8 | parsed |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| NumberLine | LOOP | 0 | 0.10 | 0.200 | 0.10 | 0.100 | never | 0.875 |",
-        "| NumberLine | tiny | 0 | 0.10 | 0.900 | 1.00 | 0.362 | 40 | 0.875 |",
-        "| NumberLine | tiny | 1 | 0.20 | 0.900 | 0.60 | 0.450 | 30 | 0.875 |",
+        "| NumberLine | tiny | 0 | 0.100 | 0.900 | 1.000 | 0.362 | 40 | 0.875 |",
+        "| NumberLine | tiny | 1 | 0.200 | 0.900 | 0.600 | 0.450 | 30 | 0.875 |",
+        "| NumberLine | LOOP | 0 | 0.100 | 0.900 | 0.100 | 0.100 | - | 0.875 |",
     ]
-
-
-def test_methods_beside_the_first(logs, tmp_path, capsys):
-    """By hand: one run is below two others in one of three ways, or above them."""
-    write_log(tmp_path / "OneRoom-LOOP-3.jsonl", [0.5, 0.5, 0.5], before=0.5)
-    evaluation.main(["methods", *logs[1:], logs[0], str(tmp_path / "OneRoom-LOOP-3.jsonl")])
+    evaluation.main(["methods", *logs])
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| NumberLine | tiny | 2 | 0.362 | 0.406 | 0.450 | 0.15 | 0.900 | 0.875 | - |",
-        "| NumberLine | LOOP | 1 | 0.100 | 0.100 | 0.100 | 0.10 | 0.200 | 0.875 | 0.667 |",
-        "| OneRoom | LOOP | 1 | 0.500 | 0.500 | 0.500 | 0.50 | 0.900 | 0.875 | - |",
+        "| NumberLine | tiny | 2 | 0.362 | 0.406 | 0.450 | 0.150 | 0.900 | 0.875 | - |",
+        "| NumberLine | LOOP | 1 | 0.100 | 0.100 | 0.100 | 0.100 | 0.900 | 0.875 | 0.667 |",
+        "| OneRoom | LOOP | 1 | 0.500 | 0.500 | 0.500 | 0.500 | 0.900 | 0.875 | - |",
     ]
 
 
-def test_learning_curves(logs, tmp_path):
-    pytest.importorskip("matplotlib", reason="plots need: pip install matplotlib")
+def test_learning_curves(logs, tmp_path, monkeypatch):
+    """A panel per world, a thick line for the mean of a method's seeds, a dashed one for a result."""
+    matplotlib = pytest.importorskip("matplotlib.figure", reason="plots need: pip install matplotlib")
+    drawn = []
+    monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     evaluated(tmp_path / "hint.json", "hint", "--env", "NumberLine", "--episodes", 2)
-    write_log(tmp_path / "OneRoom-VL-DAC-3.jsonl", [0.5, 0.5, 0.5], before=0.5)
-    paths = [*logs, str(tmp_path / "OneRoom-VL-DAC-3.jsonl"), str(tmp_path / "hint.json")]
-    evaluation.main(["plot", *paths, "--out", str(tmp_path / "curves.png")])
-    with Image.open(tmp_path / "curves.png") as picture:
-        assert picture.width > 300
-
-
-def test_without_matplotlib_a_plot_says_what_it_needs(logs, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit):
-        evaluation.main(["plot", *logs])
-    assert "pip install matplotlib" in capsys.readouterr().err
+    evaluation.main(["plot", *logs, str(tmp_path / "hint.json"), "--out", "curves.png"])
+    [figure] = drawn
+    assert [axis.get_title() for axis in figure.axes] == ["NumberLine", "OneRoom"]
+    mean, *_, dashed = figure.axes[0].lines
+    assert mean.get_ydata() == pytest.approx([0.15, 0.15, 0.3, 0.7, 0.8])
+    assert dashed.get_linestyle() == "--" and set(dashed.get_ydata()) == {1.0}
 
 
 WRONG_EVALUATIONS = {
@@ -3117,35 +1947,763 @@ WRONG_EVALUATIONS = {
     "hint --env test_vldac:Corridor-v0": "test_vldac:Corridor-v0 gives no hint",
     "random --env NumberLine --episodes 0": "--episodes must be at least 1",
     "model --env NumberLine --device cpu": "a toy belongs to a run",
-    "compare missing.json missing.json": "missing.json is not a result",
     "compare other.json other.json": "it was not written by eval.py",
-    "table empty": "empty is neither the folder of a run nor its log",
+    "table nowhere": "nowhere is neither the folder of a run nor its log",
     "table other.json": "other.json has no success rate yet",
-    "page empty": "empty is not the folder of a run",
-    "methods": "python eval.py run runs/NAME",
-    "plot": "python eval.py run runs/NAME",  # the usage
 }
 
 
 @pytest.mark.parametrize("words", WRONG_EVALUATIONS)
-def test_wrong_evaluations(words, logs, tmp_path, capsys, monkeypatch):
+def test_wrong_evaluations(words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(SystemExit) as stop:
-        evaluation.main(words.split())
-    printed = capsys.readouterr()
-    assert stop.value.code == 2 and WRONG_EVALUATIONS[words] in printed.err + printed.out
-    assert len(printed.err.splitlines()) <= 2  # the usage, and what is wrong
+    Path("other.json").write_text("{}")
+    assert WRONG_EVALUATIONS[words] in refused(words.split(), capsys, evaluation.main)
 
 
-# ------------------------------------------------------------------------------------------- the README
+def test_without_a_command_the_evaluation_says_how_it_is_used(capsys):
+    for words in ([], ["plot"], ["methods"], ["rum", "runs/NAME"]):
+        with pytest.raises(SystemExit):
+            evaluation.main(words)
+        assert "python eval.py run runs/NAME" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------------- the worlds
+
+
+def play(env, seed, choose):
+    """The records of an episode: image, text, reward, terminated, truncated, info. choose(info) -> action"""
+    observation, info = env.reset(seed=seed)
+    records = [(observation["image"].tobytes(), observation["text"], 0.0, False, False, info)]
+    while not any(records[-1][3:5]):
+        observation, *rest = env.step(choose(records[-1][5]))
+        records.append((observation["image"].tobytes(), observation["text"], *rest))
+    return records
+
+
+def rewards_of(records):
+    return [record[2] for record in records[1:]]
+
+
+def randomly(seed):
+    rng = random.Random(seed)
+    return lambda info: rng.choice(info["actions"])
+
+
+WORLDS = [*(pytest.param(name, marks=needs_opengl) for name in envs.MINIWORLD), *envs.CARDS]
+
+
+@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_world_from_the_registry_keeps_gymnasium_s_rules(name):
+    env = gym.make(f"vldac/{name}-v0").unwrapped
+    check_env(env, skip_close_check=True)
+    observation, info = env.reset(seed=0)
+    again, *_ = env.step("")
+    assert observation["image"] is not again["image"] and (observation["image"] == env.render()).all()
+    assert info.keys() == {"task", "actions", "success", "left"} and info["success"] is False
+    assert env.caption() and env.hint() in info["actions"]
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_same_seed_and_actions_same_episode(name):
+    """Bit for bit, whatever was played before and whatever is played in between in other worlds."""
+    env, twin = envs.make_env(name), envs.make_env(name)
+    names = {*envs.MINIWORLD * (not NO_OPENGL), *envs.CARDS} - {name}
+    others = [envs.make_env(other) for other in sorted(names)]
+    alone = play(env, 5, randomly(1))
+    play(twin, 6, randomly(2))
+    choose = randomly(1)
+
+    def interleaved(info):
+        other = others[info["left"] % len(others)]
+        other.reset(seed=9)
+        other.step(other.actions[0])
+        return choose(info)
+
+    assert play(twin, 5, interleaved) == alone != play(env, 7, randomly(1))
+
+
+@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("action", ["", "TURN LEFT"])
+def test_what_is_not_admissible_costs_a_step_and_ends_in_time(name, action):
+    env = envs.make_env(name, invalid_reward=-0.25)
+    records = play(env, 3, lambda info: action)
+    *_, terminated, truncated, info = records[-1]
+    assert len(records) == records[0][5]["left"] + 1 and not info["success"]
+    # A card game's own limit is one of its rules.
+    assert (terminated, truncated) == ((True, False) if name in envs.CARDS else (False, True))
+    assert set(rewards_of(records)[:-1]) == {-0.25}
+    if name not in ("EZPoints", "Points24"):  # their formula shows the blank
+        assert {record[0] for record in records} == {records[0][0]}
+
+
+@pytest.mark.parametrize("name, seeds, lowest, highest", [
+    pytest.param("Hallway", 40, 1, 1, marks=needs_opengl),
+    pytest.param("OneRoom", 40, 1, 1, marks=needs_opengl),
+    ("EZPoints", 200, 1, 1),
+    ("Points24", 100, 0.6, 0.85),  # about 73 % of the deals have a solution
+    ("Blackjack", 400, 0.36, 0.5),  # basic strategy: 0.43
+])  # fmt: skip
+def test_the_hints_win_what_can_be_won(name, seeds, lowest, highest):
+    env, won = envs.make_env(name), []
+    for seed in range(seeds):
+        records = play(env, seed, lambda info: env.hint())
+        won.append(records[-1][5]["success"])
+    assert lowest <= np.mean(won) <= highest
+
+
+@needs_opengl
+def test_miniworld_rewards_and_ends():
+    lost = play(envs.make_env("OneRoom", max_episode_steps=20), 0, lambda info: "turn left")
+    assert rewards_of(lost) == [0.0] * 19 + [-1.0]
+    assert lost[-1][3:5] == (False, True)
+    lefts = [info["left"] for *_, info in lost]
+    assert lefts == list(range(20, -1, -1))
+
+    def won(**options):
+        env = envs.make_env("OneRoom", **options)
+        inadmissible = iter(["", "pickup"])
+        return play(env, 1, lambda info: next(inadmissible, env.hint()))
+
+    records = won()
+    steps = len(records) - 1  # the inadmissible ones are paid for too
+    reward, terminated, truncated = records[-1][2:5]
+    assert reward == pytest.approx(1 - 0.2 * steps / 180)
+    assert (terminated, truncated) == (True, False)
+    last = won(max_episode_steps=steps)
+    assert last[-1][2:5] == (reward, True, True)
+    assert last[-1][5]["success"]
+
+
+@needs_opengl
+def test_captions_of_miniworld_are_true():
+    """Compared with where the simulator says the box is, in a room without walls between."""
+    env, seen = envs.make_env("OneRoom"), set()
+    for seed in range(60):
+        env.reset(seed=seed)
+        box = env.env.box.pos - env.env.agent.pos
+        bearing = math.degrees(env.env.agent.dir - math.atan2(-box[2], box[0]))  # to the right
+        bearing = (bearing + 180) % 360 - 180
+        words = ""  # near a boundary both words are right
+        if abs(bearing) < 5:
+            words = "ahead"
+        elif 15 < abs(bearing) < 25:
+            words = "on the right" if bearing > 0 else "on the left"
+        elif abs(bearing) > 60:
+            words = "no red box"
+        assert words in env.caption()
+        seen.add(words)
+    assert seen == {"ahead", "on the left", "on the right", "no red box", ""}
+
+
+@needs_opengl
+def test_every_red_box_world_can_be_made():
+    for name in envs.RED_BOX:
+        _, info = envs.make_env(name).reset(seed=0)
+        assert info["left"] == {"OneRoomS6": 100, "OneRoomS6Fast": 50, "MazeS2": 96}.get(name, 128)
+
+
+def test_without_opengl_the_message_names_the_packages():
+    """As on a Linux machine without it: pyglet's loader does not find the library."""
+    pytest.importorskip("pyglet")
+    code = """
+import pyglet.lib, envs
+load = pyglet.lib.loader.load_library
+def missing(*names, **options):
+    if "GL" in names:
+        raise ImportError('Library "GL" not found.')
+    return load(*names, **options)
+pyglet.lib.load_library = pyglet.lib.loader.load_library = missing
+envs.make_env("OneRoom")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("envs.UserError") and "apt-get install" in line and "--env NumberLine" in line
+
+
+def test_deals_of_the_small_games():
+    line = envs.make_env("NumberLine")
+    points = envs.make_env("EZPoints")
+    starts, pairs = set(), set()
+    for seed in range(300):
+        line.reset(seed=seed)
+        starts.add((line.current, line.target))
+        points.reset(seed=seed)
+        pairs.add(tuple(sorted(points.numbers)))
+    assert len(starts) == 30
+    assert all(current != target for current, target in starts)
+    assert pairs == {(2, 10), (5, 7), (3, 9), (4, 8), (3, 4), (2, 6), (6, 6)}
+
+
+def test_number_line_rules():
+    env = envs.make_env("NumberLine", max_episode_steps=50)
+    _, info = env.reset(seed=0)
+    assert info["left"] == 10  # the game's own limit
+    env.current, env.target = 0, 2
+    moves = [  # action, the number it leads to, what it pays
+        ("-", 0, -1),  # blocked at the edge
+        ("+", 1, 0),  # nearer
+        ("-", 0, -1),  # away
+        ("up", 0, -1),  # no symbol of the game
+        ("+", 1, 0),
+        ("+", 2, 1),  # there
+    ]
+    for action, current, reward in moves:
+        _, paid, terminated, truncated, info = env.step(action)
+        assert (env.current, paid, truncated) == (current, reward, False)
+        assert terminated == info["success"] == (current == 2)
+
+    env = envs.make_env("NumberLine", max_episode_steps=3)  # a shorter limit is a time-out
+    *_, terminated, truncated, _ = play(env, 0, lambda info: "")[-1]
+    assert (terminated, truncated) == (False, True)
+
+
+@pytest.mark.parametrize("name, ranks, symbols, rewards", [
+    ("EZPoints", [12, 2], "10 + 2 =", [0, 0, 0, 10]),
+    ("EZPoints", [12, 2], "10 =", [0, -1]),  # 10 is not 12
+    ("EZPoints", [12, 2], "10 10 3 what + 2 =", [0, -1, -1, -1, 0, 0, -1]),  # used up, not there, no symbol
+    ("EZPoints", [12, 2], "2 2 2 2 2 2 2", [0, -1, -1, -1, -1, -1, -1]),  # the seventh ends the game
+    ("Points24", [2, 4, 1, 1], "2 4 + 1 - 1 =", [0] * 6 + [-1]),  # digits side by side are no 24
+    ("Points24", [8, 3, 8, 3], "8 / ( 3 - 8 / 3 ) =", [0] * 9 + [10]),  # 23.999999999999993 in floating point
+    ("Points24", [1, 11, 12, 13], "1 10 10 10 10", [0, 0, 0, 0, -1]),
+    ("Points24", [1, 2, 3, 4], "( " * 22, [0] * 21 + [-1]),
+])  # fmt: skip
+def test_formulas_are_paid_by_the_rules(name, ranks, symbols, rewards):
+    env = envs.make_env(name)
+    env.reset(seed=0)
+    env.ranks = ranks
+    env._deal()
+    paid = []
+    for symbol in symbols.split():
+        _, reward, terminated, truncated, info = env.step(symbol)
+        paid.append(reward)
+    assert paid == rewards
+    assert info["success"] == (rewards[-1] == 10)
+    assert terminated == (symbols[-1] == "=" or len(paid) == env.limit)  # the game's own limit is no time-out
+    assert not truncated
+
+
+def test_what_is_no_formula_has_no_value():
+    """Among them what Python would take: a sign, ** and //."""
+    for wrong in ("", "(", ")", "1 +", "( 1", "1 )", "( )", "1 ( 2 )", "1 / 0", "( 1 ) ( 2 )", "+"):
+        assert envs.evaluate(wrong.split()) is None
+    for cheat in ("- 6", "+ 6", "5 * * 2 - 1", "10 / / 4", "2 4"):
+        assert envs.evaluate(cheat.split()) is None
+
+
+@pytest.mark.parametrize("player, dealer, action, reward", [
+    ([10, 10], [10, 8], "stand", 1),
+    ([10, 5], [10, 10], "stand", -1),
+    ([10, 10], [10, 10], "stand", 0),
+    ([10, 10], [10, 10], "hit", -1),  # over 21
+    ([10, 5], [10, 6], "stand", 1),  # the dealer must draw below 17, and busts
+    ([10, 5], [10, 7], "stand", -1),  # and not from 17 on
+    ([1, 10], [10, 9], "stand", 1),  # an ace counts 11 where it fits
+    ([1, 10, 8], [10, 7], "stand", 1),  # and else 1
+])  # fmt: skip
+def test_blackjack_is_paid_by_the_rules(player, dealer, action, reward):
+    env = envs.make_env("Blackjack")
+    env.reset(seed=1)
+    env.player = [(value, "K", "H") for value in player]
+    env.dealer = [(value, "K", "H") for value in dealer]
+    env._card = lambda: (10, "K", "H")
+    _, paid, terminated, _, info = env.step(action)
+    assert (paid, terminated, info["success"]) == (reward, True, reward == 1)
+
+
+def test_the_dealer_s_hidden_card_is_not_shown():
+    env = envs.make_env("Blackjack")
+    env.reset(seed=4)
+    frame, caption = env.render(), env.caption()
+    ace = (1, "A", "C")
+    env.dealer[1] = ace
+    assert (env.render() == frame).all() and env.caption() == caption
+    env.dealer[0] = ace
+    assert (env.render() != frame).any() and env.caption() != caption
+
+
+# ------------------------------------------------------------------------------ other people's environments
+
+
+@registered
+class Stairs(gym.Env):
+    """With numbered actions from 5 on, a large frame, and a hint of its own; no success flag."""
+
+    metadata = {"render_modes": ["rgb_array"]}
+    observation_space, action_space = gym.spaces.Discrete(5), gym.spaces.Discrete(2, start=5)
+    time_limit, seen = 6, 0  # what is seen is in the frame
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = int(self.np_random.integers(1, 3))
+        return self.seen, {}
+
+    def step(self, action):
+        self.place = max(0, self.place + {5: -1, 6: 1}[action])
+        return self.seen, float(self.place), self.place == 4, False, {}
+
+    def hint(self):
+        return 6
+
+    def render(self):
+        return np.full((600, 900, 3), 40 + 40 * self.place, np.uint8)
+
+
+@registered
+class NamedStairs(Stairs):
+    """The same with an enum of actions and a mission, as Minigrid has them, and a flag."""
+
+    actions = enum.IntEnum("Moves", {"down": 5, "up": 6})
+    seen = {"mission": "climb"}
+
+    def step(self, action):
+        *result, _ = super().step(action)
+        return *result, {"success": self.place == 4}
+
+
+class Swapped(gym.ActionWrapper):
+    """What one learns is not what the environment below names."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def action(self, action):
+        return 6 - action
+
+    def get_action_meanings(self):  # as Atari has it
+        return ["rise", "sink"]
+
+
+gym.register("Swapped-v0", lambda render_mode=None: Swapped(NamedStairs(render_mode)))
+
+MOVES = "left right forward pickup drop toggle done".split()
+FOREIGN = {  # id: its actions, its limit, what its task names
+    "test_vldac:Stairs-v0": (["5", "6"], 6, "Stairs-v0"),
+    "test_vldac:NamedStairs-v0": (["down", "up"], 6, "climb"),
+    "test_vldac:Swapped-v0": (["rise", "sink"], 128, "climb"),
+    "CartPole-v1": (["0", "1"], 500, "CartPole-v1"),
+    "FrozenLake-v1": (["0", "1", "2", "3"], 100, "FrozenLake-v1"),
+    "CliffWalking-v1": (["0", "1", "2", "3"], 128, "CliffWalking-v1"),
+    "minigrid:MiniGrid-Empty-5x5-v0": (MOVES, 100, "goal"),
+    "minigrid:MiniGrid-DoorKey-5x5-v0": (MOVES, 250, "goal"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_environments_that_others_wrote(run, name):
+    if not name.startswith("test_vldac"):
+        pytest.importorskip("pygame", reason="other people's worlds need: pip install pygame-ce")
+    if name.startswith("minigrid"):
+        pytest.importorskip("minigrid", reason="Minigrid needs: pip install minigrid")
+    actions, limit, task = FOREIGN[name]
+    env = envs.make_env(name)
+    observation, info = env.reset(seed=0)
+    assert observation in env.observation_space and observation["image"].any()
+    assert (info["actions"], info["left"]) == (actions, limit) and task in info["task"]
+    assert play(env, 0, randomly(0)) == play(env, 0, randomly(0))
+    _, rows = run(name, "--max_episode_steps", 3)
+    assert rows[-1]["charts/episodic_return"] is not None
+    assert rows[-1]["charts/success_rate"] is None  # no flag was told
+
+
+def test_an_environment_with_discrete_actions():
+    env = envs.make_env("test_vldac:NamedStairs-v0", invalid_reward=-2.0)
+    observation, info = env.reset(seed=0)
+    start = env.unwrapped.place
+    assert observation["image"].shape == (299, 448, 3)
+    assert env.get_wrapper_attr("hint")() == "up"
+    up = play(env, 0, lambda info: "up")
+    assert rewards_of(up) == list(range(start + 1, 5))
+    assert [info["success"] for *_, info in up[1:]] == [False] * (3 - start) + [True]
+
+    env.reset(seed=0)
+    env.step("down")
+    *_, info = env.step("")
+    assert env.unwrapped.place == start - 1
+    assert info["left"] == 4
+    assert info["success"] is False  # a step without an action forgets no flag
+    idle = play(env, 0, lambda info: "")
+    assert rewards_of(idle) == [-2.0] * 5 + [0.0]
+    assert idle[-1][0] == idle[0][0] and idle[-1][3:5] == (False, True)
+
+
+def test_a_wrapper_s_own_names_count():
+    assert rewards_of(play(envs.make_env("test_vldac:Swapped-v0"), 0, lambda info: "rise"))[-1] == 4
+
+
+@registered
+class Canvas(gym.Env):
+    """A world that draws over its frame, tells its flag only when it is solved, and has numpy's strings."""
+
+    observation_space = gym.spaces.Dict(
+        image=gym.spaces.Box(0, 255, (28, 28, 3), np.uint8), text=envs.AnyText()
+    )
+    action_space, max_steps = envs.AnyText(), 4
+    actions = np.array(["search[...]", "wait"])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.image, self.step_number = np.zeros((28, 28, 3), np.uint8), 0
+        return {"image": self.image, "text": ""}, {"task": "a mug", "actions": list(self.actions)}
+
+    def step(self, action):
+        assert action != "search[...]"
+        self.step_number += 1
+        self.image[:] = 10 * self.step_number
+        solved = action.startswith("search") and self.step_number == 2
+        info = {"actions": list(self.actions), "left": np.int64(9)} | ({"success": True} if solved else {})
+        return {"image": self.image, "text": ""}, 1.0, solved, False, info
+
+
+CANVAS = "test_vldac:Canvas-v0"
+
+
+def test_a_world_may_draw_over_its_frame_and_use_numpy():
+    player = vldac.Player(Args(env=CANVAS, num_images=3))
+    envs.check_world(player.env)  # which does not play `search[...]` itself
+    player.reset(0)
+    player.step(np.str_("wait"))
+    player.step(None)
+    assert [observation["image"].max() for observation in player.observations] == [0, 10, 20]
+    assert [type(action) for action in player.actions] == [str, str]  # or a checkpoint could not be read
+    assert type(player.info["left"]) is int
+
+
+def test_a_time_out_without_a_flag_is_no_success_where_others_have_one(tmp_path):
+    """Each step pays 1, so each return is positive. And the toy's examples search for words, too."""
+    result = evaluated(tmp_path / "r.json", "random", "--env", CANVAS, "--episodes", 40)
+    told = [episode["success"] for episode in result["episodes"]]
+    assert told == [True if episode["length"] == 2 else None for episode in result["episodes"]]
+    assert 0 < result["summary"]["success_rate"] == told.count(True) / 40 < 1
+    rng = random.Random(0)
+    for example in toy.play(Args(env=CANVAS, num_envs=2, num_images=1), 20, seed=0):
+        assert parse_action(example.response(rng), example.actions) is not None
+
+
+@pytest.mark.parametrize("given, own, left", [
+    (None, -1, 128), (None, math.inf, 128), (None, 1e2, 128), (None, np.int64(9), 9),
+    (2, 9, 2), (20, 9, 9),  # the shorter one counts
+])  # fmt: skip
+def test_only_a_number_of_steps_is_a_limit(given, own, left, monkeypatch):
+    monkeypatch.setattr(Canvas, "max_steps", own)
+    _, info = envs.make_env(CANVAS, max_episode_steps=given).reset(seed=0)
+    assert info["left"] == left
+
+
+def lost(*_):
+    raise RuntimeError("lost its way")
+
+
+def corridor(method, change):
+    """A corridor whose `method` returns what `change` makes of its result."""
+    right = getattr(Corridor, method)
+    return type("Broken", (Corridor,), {method: lambda *words, **options: change(*right(*words, **options))})
+
+
+BROKEN = {  # a world and what is said
+    "no task": (
+        corridor("reset", lambda seen, info: (seen, info | {"task": None})),
+        'reset must say what to achieve in info["task"]',
+    ),
+    "no actions": (
+        corridor("reset", lambda seen, info: (seen, info | {"actions": None})),
+        'actions"] must be a list of the actions now',
+    ),
+    "old reset": (
+        corridor("reset", lambda seen, info: seen),
+        "reset must return (observation, info), not dict",
+    ),
+    "wrong shape": (
+        corridor("reset", lambda seen, info: (seen | {"image": seen["image"][:9]}, info)),
+        "given was image: uint8 (9, 28, 3), text: str",
+    ),
+    "reward NaN": (
+        corridor("step", lambda seen, reward, *rest: (seen, math.nan, *rest)),
+        "a finite number, not nan",
+    ),
+    "ignores its seed": (
+        type("Broken", (Corridor,), {"reset": lambda self, seed, options=None: Corridor.reset(self)}),
+        "differ: reset must call super().reset(seed=seed)",
+    ),
+    "raises": (corridor("step", lost), "lost its way"),
+    "no frames": (
+        type("Unseen", (Stairs,), {"metadata": {"render_modes": []}}),
+        'no render mode "rgb_array"',
+    ),
+    "blank frames": (
+        type("Blank", (Stairs,), {"render": lambda self: None}),
+        "render must return a uint8 frame (height, width, 3), not NoneType",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_world_that_breaks_the_contract(name, tmp_path, model, capsys, monkeypatch):
+    """One line that says what to change, or the world's own traceback, with a note that replays it."""
+    world, words = BROKEN[name]
+    monkeypatch.setitem(gym.registry, "Broken-v0", gym.envs.registration.EnvSpec("Broken-v0", world))
+    monkeypatch.setattr(vldac, "VLMPolicy", lambda args: pytest.fail("a model was loaded"))
+    argv = ["--env", "Broken-v0", "--model", model, "--runs_dir", str(tmp_path / "runs")]
+    if name == "raises":
+        with pytest.raises(RuntimeError, match=words) as caught:
+            vldac.main(argv)
+        assert "to reproduce: env.reset(seed=0), then env.step through [" in caught.value.__notes__[0]
+    else:
+        assert words in refused(argv, capsys)
+    assert not (tmp_path / "runs").exists()
+
+
+# ------------------------------------------------------------------------------------- ALFWorld, for real
+
+KITCHEN = ["CounterTop", "SinkBasin", "Shelf"]
+START = ["go to countertop 1", "take mug 1 from countertop 1"]
+END = ["go to shelf 1", "move mug 1 to shelf 1"]
+GAMES = {  # task: a way to do it
+    "pick_and_place_simple": [*START, *END],
+    "pick_clean_then_place_in_recep": [*START, "go to sinkbasin 1", "clean mug 1 with sinkbasin 1", *END],
+}
+
+
+UNSEEN = "pick_clean_then_place_in_recep"  # the only task of split eval
+
+
+def thor_name(kind, number):
+    """ALFRED's name of an object, as its PDDL spells it; the game shows 'mug 1'."""
+    head, tail = ("Sink", "_bar_SinkBasin") if kind == "SinkBasin" else (kind, "")
+    place = "_bar_".join(f"_plus_0{number}_dot_{part}" for part in ("00", "25", "50"))
+    return f"{head}_bar_{place}{tail}"
+
+
+def write_games(root):
+    """ALFWorld games of two kinds in one small kitchen, from what the package ships."""
+    import alfworld.gen.goal_library as library
+    from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
+
+    mug, start = thor_name("Mug", 9), "loc_bar_9_bar_9_bar_0_bar_0"
+    objects = ["agent1 - agent", f"{start} - location", f"{mug} - object", "MugType - otype"]
+    facts = ["(= (total-cost) 0)", f"(atLocation agent1 {start})", f"(objectType {mug} MugType)"]
+    facts += [f"(pickupable {mug})", f"(cleanable {mug})"]
+    for number, kind in enumerate(KITCHEN):
+        place, where = thor_name(kind, number), f"loc_bar_{number}_bar_1_bar_0_bar_30"
+        objects += [f"{kind}Type - rtype", f"{place} - receptacle", f"{where} - location"]
+        facts += [f"(receptacleType {place} {kind}Type)", f"(receptacleAtLocation {place} {where})"]
+        facts.append(f"(canContain {kind}Type MugType)")
+        if kind == "CounterTop":
+            facts += [f"(inReceptacle {mug} {place})", f"(objectAtLocation {mug} {where})"]
+    domain, grammar = Path(ALFRED_PDDL_PATH).read_text(), Path(ALFRED_TWL2_PATH).read_text()
+    parameters = {"object_target": "Mug", "parent_target": "Shelf", "object_sliced": False}
+    parameters |= {"mrecep_target": "", "toggle_target": ""}
+    for split, task in [*(("train", task) for task in GAMES), ("valid_unseen", UNSEEN)]:
+        goal = library.gdict[task]["pddl"].format(obj="Mug", recep="Shelf", toggle="", mrecep="")
+        words = library.gdict[task]["templates"][0].format(obj="mug", recep="shelf")
+        problem = f"(define (problem kitchen) (:domain alfred)\n(:objects {' '.join(objects)})\n"
+        problem += f"(:init {' '.join(facts)})\n" + goal.replace("#", "-")
+        game = {"pddl_domain": domain, "pddl_problem": problem, "solvable": True, "walkthrough": GAMES[task]}
+        game["grammar"] = grammar.replace("UNKNOWN GOAL", words)
+        folder = Path(root, "json_2.1.1", split, f"{task}-Mug-None-Shelf-1", "trial_1")
+        folder.mkdir(parents=True)
+        (folder / "game.tw-pddl").write_text(json.dumps(game))
+        trial = {"task_type": task, "pddl_params": parameters}
+        (folder / "traj_data.json").write_text(json.dumps(trial))
+
+
+@pytest.fixture
+def alfworld_data(tmp_path, monkeypatch):
+    if sys.version_info >= (3, 13):
+        pytest.skip("alfworld's games do not run on Python 3.13 and later")
+    pytest.importorskip("alfworld", reason="the games need: pip install alfworld")
+    write_games(tmp_path / "games")
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "games"))
+    envs.load_alfworld.cache_clear()
+    yield
+    envs.load_alfworld.cache_clear()
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_alfworld_s_tasks_are_done_by_admissible_commands(split, alfworld_data):
+    """Both kinds of task, met by seed; case and spaces of the answer do not matter."""
+    env, done = gym.make("vldac/ALFWorld-v0", split=split).unwrapped, set()
+    check_env(env, skip_close_check=True)
+    for seed in range(10):
+        _, info = env.reset(seed=seed)
+        place_it, clean_it = GAMES.values()
+        commands = clean_it if "clean" in info["task"] else place_it
+        for command in commands:
+            action = parse_action(answer(f" {command.upper()}"), info["actions"])
+            assert action == command
+            _, reward, terminated, truncated, info = env.step(action)
+            last = command == commands[-1]
+            assert (reward, terminated, info["success"], truncated) == (float(last), last, last, False)
+        assert info["left"] == 50 - len(commands) and env.caption()
+        done.add(len(commands))
+    assert done == ({4, 6} if split == "train" else {6})
+
+
+def test_alfworld_repeats_itself_and_ends(alfworld_data):
+    one, other = (envs.make_env("ALFWorld", max_episode_steps=12) for _ in range(2))
+    for seed in (3, 2**30 + 7, 3):
+        assert play(one, seed, randomly(seed)) == play(other, seed, randomly(seed))
+    records = play(one, 0, lambda info: "fly to the moon")
+    assert rewards_of(records) == [-1.0] * 12 and records[-1][3:5] == (False, True)
+    assert len({text for _, text, *_ in records}) == 1  # nothing has happened
+    assert "Your task" not in records[0][1] and "countertop 1" in records[0][1]
+    assert (one.render() < 128).any()  # the text is on the frame
+
+
+@pytest.mark.parametrize("package, env, words", [
+    ("alfworld", "ALFWorld", "pip install alfworld"),
+    ("playwright.sync_api", "WebShop", "playwright install"),
+])  # fmt: skip
+def test_a_missing_package_is_named(package, env, words, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    envs.load_alfworld.cache_clear()
+    assert words in refused(["--env", env, "--model", "tiny"], capsys)
+
+
+# --------------------------------------------------------------------- WebShop, a real browser and its pages
+
+GOALS = 8  # 0 and 1 are of split eval
+
+
+def button(address, name, field=""):
+    return f'<form action="{quote(address)}">{field}<button class="btn">{name}</button></form>'
+
+
+def page_of(path):
+    """A page of a shop of one mug, with WebShop's addresses and the marks that the adapter goes by."""
+    kind, *rest = path[1:].split("/")
+    session = rest[0] if rest else kind
+    goal = int(session.removeprefix("fixed_"))
+    if goal >= GOALS:
+        raise ValueError("no such goal")
+    body = '<html><head><script src="https://scripts.invalid/jquery.js"></script></head><body>'
+    body += f'<div id="instruction-text"><h4>Instruction:<br>a large mug, number {goal}</h4></div>'
+    if kind == session:
+        field = '<input id="search_input" name="search_query">'
+        return body + button(f"/search_results/{session}", "Search", field)
+    body += button(f"/{session}", "Back to Search")
+    if kind == "search_results":
+        address = quote(f"/item_page/{session}/B0MUG/{{}}")
+        return body + f'<h4><a class="product-link" href="{address}">B0MUG</a></h4>'
+    chosen = ast.literal_eval(rest[-1])
+    if kind == "done":
+        reward = 1.0 if chosen.get("size") == "large" else 0.5
+        return f'<h1>Thank you</h1><h3 id="reward">Your score<pre>{reward}</pre></h3>'
+    body += button(f"/search_results/{session}", "&lt; Prev")
+    for option, value in (("size", "small"), ("size", "large"), ("colour", "dark red")):
+        address = quote(f"/item_page/{session}/B0MUG/{chosen | {option: value}}")
+        body += f'<input type="radio" name="{option}" value="{value}" data-url="{address}">{value}'
+    return body + button(f"/done/{session}/{chosen}", "Buy Now") + "It holds tea. " * 400
+
+
+class Shop(http.server.BaseHTTPRequestHandler):
+    searched = []
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        path, _, query = self.path.partition("?")
+        Shop.searched += parse_qs(query).get("search_query", [])
+        try:
+            status, body = 200, page_of(unquote(path)).encode()
+        except ValueError:
+            status, body = 500, b"Internal Server Error"
+        self.send_response(status)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def shop(monkeypatch):
+    playwright = pytest.importorskip("playwright.sync_api", reason="a browser needs: pip install playwright")
+    try:
+        envs.browser()
+    except playwright.Error as error:
+        pytest.skip(f"there is no browser: {str(error).splitlines()[0]}")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Shop)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("WEBSHOP_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("WEBSHOP_GOALS", str(GOALS))
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def buy(env, info, words):
+    """Search, or click names; the last step's result."""
+    for word in words:
+        action = parse_action(answer(word if "[" in word else f"click[{word}]"), info["actions"])
+        assert action is not None, (word, info["actions"])
+        *result, info = env.step(action)
+    return *result, info
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_shopping_in_a_real_browser(shop):
+    env = gym.make("vldac/WebShop-v0").unwrapped
+    check_env(env)
+    purchases = [
+        (["search[Red Mug]", "B0MUG", "large", "buy now"], 1.0),
+        (["search[mug]", "b0mug", "small", "Dark Red", "buy now"], 0.5),
+        (
+            ["search[<r> no/thing]", "back to search", "search[mug]", "b0mug", "< prev", "b0mug", "buy now"],
+            0.5,
+        ),
+    ]
+    for words, pays in purchases:
+        observation, info = env.reset(seed=0)
+        assert info["actions"] == ["search[...]"] and info["task"] in observation["text"]
+        assert env.hint() == f"search[{info['task'].replace(',', '')}]"
+        observation, reward, terminated, truncated, info = buy(env, info, words)
+        assert (reward, terminated, truncated) == (pays, True, False) and info["success"] == (pays == 1)
+        assert observation["image"].shape == (640, 640, 3) and "Thank you" in observation["text"]
+    assert {"Red Mug", " r  no thing"} <= set(Shop.searched)  # < and / are of addresses and commands
+    env.close()
+
+
+def test_what_is_on_the_page_is_admissible_and_nothing_else(shop):
+    env = envs.make_env("WebShop", max_episode_steps=6)
+    env.reset(seed=0)
+    for action in ("", "click[buy now]", "search[...]", "search[]", "click[search]"):
+        assert env.step(action)[1:4] == (0.0, False, False)
+    assert env.step("search[mug]")[1:4] == (0.0, False, True)
+    _, info = env.reset(seed=0)
+    observation, *_, info = buy(env, info, ["search[mug]", "b0mug"])
+    assert info["actions"] == [
+        "click[back to search]", "click[< prev]", "click[buy now]",
+        "click[small]", "click[large]", "click[dark red]",
+    ]  # fmt: skip
+    assert len(observation["text"]) < 4100 and observation["text"].endswith("more characters)")
+    before, *_ = env.step("click[large]")
+    after, *_ = env.step("click[dark red]")
+    assert before["text"].startswith("Chosen: large\n")
+    assert after["text"].startswith("Chosen: large, dark red\n")
+    assert (before["image"] != after["image"]).any()
+    env.close()
+
+
+def test_seeds_are_goals_of_a_shop_s_split(shop, monkeypatch):
+    for split, goals in (("eval", range(2)), ("train", range(2, 8))):
+        env = envs.make_env("WebShop", split=split)
+        tasks = {env.reset(seed=seed)[1]["task"] for seed in range(30)}
+        assert tasks == {f"a large mug, number {goal}" for goal in goals}
+    monkeypatch.setenv("WEBSHOP_GOALS", "3000")
+    assert envs.make_env("WebShop", split="train").goals == range(1500, 3000)
+    assert envs.make_env("WebShop", split="eval").goals == range(500)
+
+
+# ---------------------------------------------------------------------------------------------- the pages
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
 
 
-def test_the_readme_s_world_runs(run):
+def test_the_pages_world_runs(run):
     world = envs.make_env("extras.my_world:Doors-v0", max_episode_steps=30)
     hint = world.get_wrapper_attr("hint")
     *_, info = play(world, 0, lambda info: hint())[-1]
@@ -3172,18 +2730,13 @@ def test_the_readme_s_policy_loss_can_be_copied():
     assert pasted["loss"].item() == pytest.approx(-2.2)  # clipped at 1.1
 
 
-def test_the_readme_names_every_option_and_deviation():
-    """Functions it names exist; its deviations have the numbers of those in vldac.py."""
+def test_the_deviations_on_the_page_have_the_numbers_of_those_in_the_code():
     in_code = re.findall(r"# Deviation (\d+):", (ROOT / "vldac.py").read_text())
     [section] = re.findall(r"### Deviations.*?\n(.*?)\n## ", README, re.S)
     on_page = re.findall(r"^(\d+)\. ", section, re.M)
     assert on_page == in_code == [str(k) for k in range(1, len(in_code) + 1)]
     for name in re.findall(r"`vldac\.(?!py)(\w+)", README):
         assert hasattr(vldac, name)
-    # And each option of VL-DAC is on a page, but for names, places and the like.
-    named = set(re.findall(r"--(\w+)", README + PAGE))
-    of_a_run = {"split", "seed", "run_name", "runs_dir", "track"}
-    assert {option.name for option in dataclasses.fields(Args)} <= named | of_a_run
 
 
 def anchors(page):
@@ -3207,66 +2760,28 @@ def test_the_pages_links_lead_somewhere(path):
             assert anchor in anchors(there), target
 
 
-def test_the_readme_s_commands_are_there():
-    """Each program, each command of eval.py, and each option."""
-    commands = re.findall(r"python (\S+\.py) ([^`#\n]+)", README)
-    programs = {"vldac.py", "eval.py"} | {f"extras/{name}.py" for name in ("film", "rl4vlm", "loop")}
-    assert {program for program, _ in commands} == programs
-    named = re.findall(r"`--(\w+)", README)
-    for program, words in commands:
-        named += re.findall(r"--(\w+)", words)
+def test_the_pages_commands_and_options_are_there():
+    """And each option of VL-DAC is on a page, but for names, places and the like."""
+    named = set(re.findall(r"`--(\w+)", README))
+    for program, words in re.findall(r"python (\S+\.py) ([^`#\n]+)", README):
+        assert (ROOT / program).exists()
         assert program != "eval.py" or f"python eval.py {words.split()[0]} " in evaluation.__doc__
+        named |= set(re.findall(r"--(\w+)", words))
     known = {"help"}
     for options in (loop.Args, rl4vlm.Args, evaluation.Args):
         known |= {option.name for option in dataclasses.fields(options)}
-    assert known.issuperset(named)
-
-
-@pytest.mark.parametrize("family, name", [
-    ("qwen2_vl", "Qwen2-VL"), ("qwen2_5_vl", "Qwen2.5-VL"), ("qwen3_vl", "Qwen3-VL"),
-])  # fmt: skip
-def test_the_readme_s_tokens_of_a_frame(family, name, model_folder):
-    policy = VLMPolicy(options(model_folder(family)))
-    counts = []
-    for height, width in ((60, 80), (448, 448)):
-        frame = np.zeros((height, width, 3), np.uint8)
-        prompt = policy.encode(
-            build_prompt([{"image": frame, "text": ""}], ACTIONS, "find it", 0, 9), [frame]
-        )
-        counts.append((prompt["input_ids"] == policy.vlm.config.image_token_id).sum().item())
-    [row] = re.findall(rf"^\| {name} \| (\d+) \| (\d+) \|", PAGE, re.M)
-    assert [str(count) for count in counts] == [*row]
+    assert named <= known
+    named |= set(re.findall(r"--(\w+)", README + GUIDE)) | {"split", "seed", "run_name", "runs_dir", "track"}
+    assert {option.name for option in dataclasses.fields(Args)} <= named
 
 
 def test_the_table_of_results_is_what_the_command_above_it_prints(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     page = Path("docs/results.md").read_text(encoding="utf-8")
     table = r"`python eval\.py (\w+) ([^`]+)` prints:\n\n<!-- results -->\n(.*?)\n<!-- end -->"
-    [[command, paths, printed]] = re.findall(table, page, re.S)
-    words = subprocess.run(["bash", "-c", f"echo {paths}"], capture_output=True, text=True).stdout.split()
-    evaluation.main([command, *words])
-    assert capsys.readouterr().out == printed + "\n"
-
-
-def test_the_defaults_on_the_page_are_those_of_the_options():
-    """And the toy's own, in the third column."""
-
-    def written(value):
-        if isinstance(value, float):
-            return f"{value:g}" if value >= 0.01 else f"{value:.0e}".replace("e-0", "e-")
-        if isinstance(value, list):
-            return " ".join(map(str, value))
-        return f"{value:,}" if type(value) is int and value > 9999 else str(value).lower()
-
-    [table] = re.findall(r"^\| option \| default \| the toy's .*\n[|-]+\n((?:.+\n)*)", PAGE, re.M)
-    cells = {}
-    for row in table.splitlines():
-        options, default, of_the_toy, _ = row.strip("|").split("|")
-        cells |= {option: (default, of_the_toy) for option in re.findall(r"--(\w+)", options)}
-    chosen_later = {"max_episode_steps", "invalid_reward", "dtype"}  # by the world, or the device
-    for option, (default, of_the_toy) in cells.items():
-        if option not in chosen_later:
-            assert re.search(rf"(?<![\w.]){written(getattr(Args(), option))}(?![\w.])", default), option
-        if option in vldac.TOY:
-            assert re.search(rf"(?<![\w.]){written(vldac.TOY[option])}(?![\w.])", of_the_toy), option
-    assert cells.keys() >= vldac.TOY.keys()
+    tables = re.findall(table, page, re.S)
+    assert tables
+    for command, paths, printed in tables:
+        words = subprocess.run(["bash", "-c", f"echo {paths}"], capture_output=True, text=True).stdout.split()
+        evaluation.main([command, *words])
+        assert capsys.readouterr().out == printed + "\n"

@@ -33,12 +33,12 @@ def panel(title, recording, k):
     number = min(k + 1, len(recording.moments))
     if k < len(recording.moments):
         moment = recording.moments[k]
-        frame = moment.png
+        frame = moment.image
         thought = thought_of(moment.response)
         action = moment.action or "(no admissible action)"
         color = "blue" if moment.action else "red"
     else:
-        frame = recording.last_png
+        frame = recording.last_image
         thought = f"return {recording.result['return']:.2f}"
         action, color = recording.outcome()
     image = Image.open(io.BytesIO(frame))
