@@ -13,7 +13,7 @@
     the worlds                       MiniWorld and the cards; other people's; ALFWorld and WebShop for real
     the pages                        their programs, commands, links and tables
 
-`write_model` makes a model of any family, `Corridor` is a world, `start` a whole run: small, and real.
+`Corridor` is a world, `start` a whole run, and `write_model`, at the end, makes a model of any family.
 """
 
 import ast
@@ -231,136 +231,9 @@ def test_what_the_kl_terms_estimate():
 
 # --------------------------------------------------------------------------------------------- the policy
 
-PROCESSORS = {
-    "qwen2_vl": "Qwen2VLProcessor",
-    "qwen2_5_vl": "Qwen2_5_VLProcessor",
-    "qwen3_vl": "Qwen3VLProcessor",
-    "qwen3_5": "Qwen3VLProcessor",
-    "glm4v": "Glm4vProcessor",
-    "internvl": "InternVLProcessor",
-    "gemma3": "Gemma3Processor",
-    "gemma4": "Gemma4Processor",
-    "smolvlm": "SmolVLMProcessor",
-}
-FAMILIES = list(PROCESSORS)
+FAMILIES = "qwen2_vl qwen2_5_vl qwen3_vl qwen3_5 glm4v internvl gemma3 gemma4 smolvlm".split()
 TEXT_LAYERS = r".*language_model.*_proj"  # of a Qwen2-VL
 ACTIONS = ["turn left", "turn right", "move forward"]
-SPECIAL = [*toy.SPECIAL, "<bos>", "<eos>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
-SPECIAL += ["<image>", "<fake_token_around_image>", "<global-img>", "<video>", "<audio>"]
-SPECIAL += ["<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"]
-
-
-def write_model(family, folder, H=32, layers=2):
-    """A random model of a few thousand parameters whose folder has the traps of the hub's.
-
-    A generation_config that samples greedily (top_k 1, temperature 0.01) and ends a turn by either of two
-    ids, one of which the tokenizer does not know of; an image processor without a video processor. Gemma's
-    template begins with <bos>, and its tokenizer adds one; Qwen3-VL's frames have a smallest size; SmolVLM
-    and InternVL would cut tiles, and Gemma 4 caps its logits.
-    """
-    raw = toy.build_tokenizer(ACTIONS, []).backend_tokenizer
-    raw.add_special_tokens(SPECIAL)
-    ids = {token: raw.token_to_id(token) for token in SPECIAL}
-
-    text = {"hidden_size": H, "intermediate_size": 2 * H, "num_hidden_layers": layers, "pad_token_id": 0}
-    text |= {"num_attention_heads": H // 16, "num_key_value_heads": H // 32}
-    text["vocab_size"] = raw.get_vocab_size()
-    mrope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    vision = {"hidden_size": 32, "intermediate_size": 64}
-    images, files, extra = {"processor_class": PROCESSORS[family]}, {}, {}
-    if family.startswith("qwen") or family == "glm4v":
-        marker = "<|vision_start|><|image_pad|><|vision_end|>"
-        names = "image_pad video_pad vision_start vision_end".split()
-        rest = {f"{name.removesuffix('_pad')}_token_id": ids[f"<|{name}|>"] for name in names}
-        text["rope_parameters"] = mrope
-        vision |= {"num_heads": 2, "depth": 2, "out_hidden_size": H}
-        images |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2}
-        images |= {"temporal_patch_size": 2, "min_pixels": 3136, "max_pixels": 12845056}
-    else:
-        vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
-        files["processor_config.json"] = images | {"image_seq_length": 4, "image_seq_len": 4}
-    match family:
-        case "qwen2_vl":
-            vision |= {"embed_dim": 32, "mlp_ratio": 2, "hidden_size": H}
-        case "qwen2_5_vl":
-            vision["fullatt_block_indexes"] = [0]
-        case "qwen3_vl" | "qwen3_5":
-            text["head_dim"] = 16
-            vision["num_position_embeddings"] = 64
-            images |= {"patch_size": 16, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
-            del images["min_pixels"], images["max_pixels"]
-            if family == "qwen3_vl":
-                vision["deepstack_visual_indexes"] = [0]
-            else:
-                text |= {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
-                text |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-                text["rope_parameters"] = mrope | {"partial_rotary_factor": 1.0}
-        case "glm4v":
-            marker = "<|begin_of_image|><|image|><|end_of_image|>"
-            rest = {"image_token_id": ids["<|image|>"], "video_token_id": ids["<|video|>"]}
-            rest |= {"image_start_token_id": ids["<|begin_of_image|>"]}
-            rest |= {"image_end_token_id": ids["<|end_of_image|>"]}
-            text["rope_parameters"] = mrope | {"partial_rotary_factor": 1.0}
-            vision["image_size"] = 56
-            images["image_processor_type"] = "Glm4vImageProcessor"
-            del images["min_pixels"], images["max_pixels"]
-        case "internvl":
-            marker, video = "<image_soft_token>", "<video>"
-            extra = {"context_image_token": marker, "video_token": video}
-            extra |= {"start_image_token": "<start_of_image>", "end_image_token": "<end_of_image>"}
-            rest = {"image_token_id": ids[marker], "image_seq_length": 4}
-            text["model_type"] = "qwen2"
-            images |= {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 56, "width": 56}}
-        case "gemma3":
-            marker, image = "<start_of_image>", "<image_soft_token>"
-            extra = {"boi_token": marker, "eoi_token": "<end_of_image>", "image_token": image}
-            rest = {"boi_token_index": ids[marker], "eoi_token_index": ids["<end_of_image>"]}
-            rest |= {"image_token_index": ids[image], "mm_tokens_per_image": 4}
-            text |= {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64}
-            images |= {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}}
-        case "gemma4":
-            marker = "<image_soft_token>"
-            extra = {"image_token": marker, "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-            extra |= {"audio_token": "<audio>", "boa_token": "<bos>", "eoa_token": "<eos>"}
-            rest = {"boi_token_id": ids["<start_of_image>"], "eoi_token_id": ids["<end_of_image>"]}
-            rest |= {"image_token_id": ids[marker], "video_token_id": ids["<|video|>"]}
-            rest |= {"audio_token_id": ids["<audio>"]}
-            text |= {"head_dim": 16, "global_head_dim": 16, "sliding_window": 64}
-            text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": text["vocab_size"]}
-            text |= {"final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision"}
-            vision |= {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 16, "pooling_kernel_size": 3}
-            del vision["image_size"]
-            images["image_processor_type"] = "Gemma4ImageProcessor"
-        case "smolvlm":
-            marker = "<image>"
-            extra = {"image_token": marker}
-            rest = {"image_token_id": ids[marker], "scale_factor": 2, "pad_token_id": 0}
-            text["model_type"] = "llama"
-            images |= {"image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": True}
-            images |= {"size": {"longest_edge": 224}, "max_image_size": {"longest_edge": 56}}
-    gemma = family.startswith("gemma")
-    if gemma:
-        adds_bos = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", ids["<bos>"])])
-        raw.post_processor = adds_bos
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, **rest)
-    model = AutoModelForImageTextToText.from_config(config)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.1)
-    greedy = {"do_sample": True, "temperature": 0.01, "top_k": 1, "top_p": 0.001}
-    stop_ids = [ids["<|im_end|>"], ids["<eos>"]]
-    model.generation_config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=0, **greedy)
-    model.save_pretrained(folder)
-    tokens = {"eos_token": "<eos>", "pad_token": SPECIAL[0], "extra_special_tokens": extra}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<bos>", **tokens)
-    template = toy.CHAT.replace("<|vision_start|><|image_pad|><|vision_end|>", marker)
-    tokenizer.chat_template = ("{{ bos_token }}" if gemma else "") + template
-    tokenizer.save_pretrained(folder)
-    for name, content in {"preprocessor_config.json": images, **files}.items():
-        (folder / name).write_text(json.dumps(content))
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -2407,31 +2280,15 @@ BROKEN = {  # a world and what is said
         corridor("reset", lambda seen, info: (seen, info | {"task": None})),
         'reset must say what to achieve in info["task"]',
     ),
-    "no actions": (
-        corridor("reset", lambda seen, info: (seen, info | {"actions": None})),
-        'actions"] must be a list of the actions now',
-    ),
-    "old reset": (
-        corridor("reset", lambda seen, info: seen),
-        "reset must return (observation, info), not dict",
-    ),
     "wrong shape": (
         corridor("reset", lambda seen, info: (seen | {"image": seen["image"][:9]}, info)),
         "given was image: uint8 (9, 28, 3), text: str",
-    ),
-    "reward NaN": (
-        corridor("step", lambda seen, reward, *rest: (seen, math.nan, *rest)),
-        "a finite number, not nan",
     ),
     "ignores its seed": (
         type("Broken", (Corridor,), {"reset": lambda self, seed, options=None: Corridor.reset(self)}),
         "differ: reset must call super().reset(seed=seed)",
     ),
     "raises": (corridor("step", lost), "lost its way"),
-    "no frames": (
-        type("Unseen", (Stairs,), {"metadata": {"render_modes": []}}),
-        'no render mode "rgb_array"',
-    ),
     "blank frames": (
         type("Blank", (Stairs,), {"render": lambda self: None}),
         "render must return a uint8 frame (height, width, 3), not NoneType",
@@ -2785,3 +2642,134 @@ def test_the_table_of_results_is_what_the_command_above_it_prints(capsys, monkey
         words = subprocess.run(["bash", "-c", f"echo {paths}"], capture_output=True, text=True).stdout.split()
         evaluation.main([command, *words])
         assert capsys.readouterr().out == printed + "\n"
+
+
+# ------------------------------------------------------------------ a model of any family, for the tests
+
+PROCESSORS = {
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_5": "Qwen3VLProcessor",
+    "glm4v": "Glm4vProcessor",
+    "internvl": "InternVLProcessor",
+    "gemma3": "Gemma3Processor",
+    "gemma4": "Gemma4Processor",
+    "smolvlm": "SmolVLMProcessor",
+}
+SPECIAL = [*toy.SPECIAL, "<bos>", "<eos>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
+SPECIAL += ["<image>", "<fake_token_around_image>", "<global-img>", "<video>", "<audio>"]
+SPECIAL += ["<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"]
+
+
+def write_model(family, folder, H=32, layers=2):
+    """A random model of a few thousand parameters whose folder has the traps of the hub's.
+
+    A generation_config that samples greedily (top_k 1, temperature 0.01) and ends a turn by either of two
+    ids, one of which the tokenizer does not know of; an image processor without a video processor. Gemma's
+    template begins with <bos>, and its tokenizer adds one; Qwen3-VL's frames have a smallest size; SmolVLM
+    and InternVL would cut tiles, and Gemma 4 caps its logits.
+    """
+    raw = toy.build_tokenizer(ACTIONS, []).backend_tokenizer
+    raw.add_special_tokens(SPECIAL)
+    ids = {token: raw.token_to_id(token) for token in SPECIAL}
+
+    text = {"hidden_size": H, "intermediate_size": 2 * H, "num_hidden_layers": layers, "pad_token_id": 0}
+    text |= {"num_attention_heads": H // 16, "num_key_value_heads": H // 32}
+    text["vocab_size"] = raw.get_vocab_size()
+    mrope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    vision = {"hidden_size": 32, "intermediate_size": 64}
+    images, files, extra = {"processor_class": PROCESSORS[family]}, {}, {}
+    if family.startswith("qwen") or family == "glm4v":
+        marker = "<|vision_start|><|image_pad|><|vision_end|>"
+        names = "image_pad video_pad vision_start vision_end".split()
+        rest = {f"{name.removesuffix('_pad')}_token_id": ids[f"<|{name}|>"] for name in names}
+        text["rope_parameters"] = mrope
+        vision |= {"num_heads": 2, "depth": 2, "out_hidden_size": H}
+        images |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2}
+        images |= {"temporal_patch_size": 2, "min_pixels": 3136, "max_pixels": 12845056}
+    else:
+        vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
+        files["processor_config.json"] = images | {"image_seq_length": 4, "image_seq_len": 4}
+    match family:
+        case "qwen2_vl":
+            vision |= {"embed_dim": 32, "mlp_ratio": 2, "hidden_size": H}
+        case "qwen2_5_vl":
+            vision["fullatt_block_indexes"] = [0]
+        case "qwen3_vl" | "qwen3_5":
+            text["head_dim"] = 16
+            vision["num_position_embeddings"] = 64
+            images |= {"patch_size": 16, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
+            del images["min_pixels"], images["max_pixels"]
+            if family == "qwen3_vl":
+                vision["deepstack_visual_indexes"] = [0]
+            else:
+                text |= {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+                text |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+                text["rope_parameters"] = mrope | {"partial_rotary_factor": 1.0}
+        case "glm4v":
+            marker = "<|begin_of_image|><|image|><|end_of_image|>"
+            rest = {"image_token_id": ids["<|image|>"], "video_token_id": ids["<|video|>"]}
+            rest |= {"image_start_token_id": ids["<|begin_of_image|>"]}
+            rest |= {"image_end_token_id": ids["<|end_of_image|>"]}
+            text["rope_parameters"] = mrope | {"partial_rotary_factor": 1.0}
+            vision["image_size"] = 56
+            images["image_processor_type"] = "Glm4vImageProcessor"
+            del images["min_pixels"], images["max_pixels"]
+        case "internvl":
+            marker, video = "<image_soft_token>", "<video>"
+            extra = {"context_image_token": marker, "video_token": video}
+            extra |= {"start_image_token": "<start_of_image>", "end_image_token": "<end_of_image>"}
+            rest = {"image_token_id": ids[marker], "image_seq_length": 4}
+            text["model_type"] = "qwen2"
+            images |= {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 56, "width": 56}}
+        case "gemma3":
+            marker, image = "<start_of_image>", "<image_soft_token>"
+            extra = {"boi_token": marker, "eoi_token": "<end_of_image>", "image_token": image}
+            rest = {"boi_token_index": ids[marker], "eoi_token_index": ids["<end_of_image>"]}
+            rest |= {"image_token_index": ids[image], "mm_tokens_per_image": 4}
+            text |= {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64}
+            images |= {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}}
+        case "gemma4":
+            marker = "<image_soft_token>"
+            extra = {"image_token": marker, "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+            extra |= {"audio_token": "<audio>", "boa_token": "<bos>", "eoa_token": "<eos>"}
+            rest = {"boi_token_id": ids["<start_of_image>"], "eoi_token_id": ids["<end_of_image>"]}
+            rest |= {"image_token_id": ids[marker], "video_token_id": ids["<|video|>"]}
+            rest |= {"audio_token_id": ids["<audio>"]}
+            text |= {"head_dim": 16, "global_head_dim": 16, "sliding_window": 64}
+            text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": text["vocab_size"]}
+            text |= {"final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision"}
+            vision |= {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 16, "pooling_kernel_size": 3}
+            del vision["image_size"]
+            images["image_processor_type"] = "Gemma4ImageProcessor"
+        case "smolvlm":
+            marker = "<image>"
+            extra = {"image_token": marker}
+            rest = {"image_token_id": ids[marker], "scale_factor": 2, "pad_token_id": 0}
+            text["model_type"] = "llama"
+            images |= {"image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": True}
+            images |= {"size": {"longest_edge": 224}, "max_image_size": {"longest_edge": 56}}
+    gemma = family.startswith("gemma")
+    if gemma:
+        adds_bos = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", ids["<bos>"])])
+        raw.post_processor = adds_bos
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, **rest)
+    model = AutoModelForImageTextToText.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    greedy = {"do_sample": True, "temperature": 0.01, "top_k": 1, "top_p": 0.001}
+    stop_ids = [ids["<|im_end|>"], ids["<eos>"]]
+    model.generation_config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=0, **greedy)
+    model.save_pretrained(folder)
+    tokens = {"eos_token": "<eos>", "pad_token": SPECIAL[0], "extra_special_tokens": extra}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<bos>", **tokens)
+    template = toy.CHAT.replace("<|vision_start|><|image_pad|><|vision_end|>", marker)
+    tokenizer.chat_template = ("{{ bos_token }}" if gemma else "") + template
+    tokenizer.save_pretrained(folder)
+    for name, content in {"preprocessor_config.json": images, **files}.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
