@@ -878,7 +878,7 @@ def test_an_action_of_any_characters_can_be_copied_from_the_prompt():
 
 
 def test_the_parser_survives_hostile_text():
-    """10,000 generated strings, and 2 MB of each hostile part: only admissible actions come out."""
+    """10,000 generated strings, and half a megabyte of each part: only admissible actions come out."""
     rng = random.Random(0)
     parts = [*':{}[]"\\ \n\x00\ud800\u202eé-9', '"action"', '"action":', '"action": "', '{"action":', '\\"']
     parts += ["\\u", "\\ud83d", "turn left", "10", "1e999", "NaN", "null", "true", "__import__('os')"]
@@ -886,7 +886,7 @@ def test_the_parser_survives_hostile_text():
         text = "".join(rng.choices(parts, k=rng.randrange(40)))
         assert parse_action(text, ["turn left", "10"]) in ("turn left", "10", None)
     for part in parts:
-        flood = part * (2_000_000 // len(part))
+        flood = part * (500_000 // len(part))
         for text in (flood, f'{{"action": {flood}', f'{{"action": "{flood}', f'"action"{flood}:"turn left"'):
             assert parse_action(text, ["turn left"]) in ("turn left", None)
 
@@ -1543,7 +1543,7 @@ def toy_run(tmp_path_factory):
     """A run of the toy in a world of one word, by two real processes of torchrun, on a fresh cache."""
     folder = tmp_path_factory.mktemp("toy")
     command = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node=2 vldac.py".split()]
-    command += f"--env {SIGNAL} --model tiny --device cpu --total_timesteps 3072 --num_envs 64".split()
+    command += f"--env {SIGNAL} --model tiny --device cpu --total_timesteps 2560 --num_envs 64".split()
     command += "--num_steps 4 --minibatch_size 64 --value_warmup 1 --eval_episodes 100".split()
     command += ["--run_name", "run", "--runs_dir", str(folder)]
     own = {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
@@ -1640,7 +1640,7 @@ def test_an_evaluation_of_a_run_and_of_its_start(toy_run, tmp_path, capsys):
     greedy = ["--mode", "greedy"]
     assert episodes("start", *greedy, *chance) == episodes("start", *greedy)  # whatever shares a forward pass
     assert episodes("start", "--adapter", folder / "adapter") == run
-    assert "weights: checkpoint.pt, update 12" in capsys.readouterr().out
+    assert "weights: checkpoint.pt, update 10" in capsys.readouterr().out
 
 
 def test_only_the_checkpoint_has_a_run_s_weights(toy_run, tmp_path, capsys):
@@ -1689,7 +1689,7 @@ def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path):
     assert "http" not in page and page.count("<svg") == len(evaluation.CHARTS)  # it needs no other file
     assert page.count('class="bad"') == page.count("(no admissible action)") > 0
     assert all(page.count(f'<span class="{name}">') > 1 for name in ("p50", "p10", "p0"))
-    assert "weights: checkpoint.pt, update 12" in page and "V is the critic's value" in page
+    assert "weights: checkpoint.pt, update 10" in page and "V is the critic's value" in page
 
     outcomes = []
     for strip in page.split("<h3>")[1:]:
@@ -1914,7 +1914,7 @@ def test_what_is_not_admissible_costs_a_step_and_ends_in_time(name, action):
     pytest.param("Hallway", 40, 1, 1, marks=needs_opengl),
     pytest.param("OneRoom", 40, 1, 1, marks=needs_opengl),
     ("EZPoints", 200, 1, 1),
-    ("Points24", 100, 0.6, 0.85),  # about 73 % of the deals have a solution
+    ("Points24", 50, 0.55, 0.9),  # about 73 % of the deals have a solution
     ("Blackjack", 400, 0.36, 0.5),  # basic strategy: 0.43
 ])  # fmt: skip
 def test_the_hints_win_what_can_be_won(name, seeds, lowest, highest):
