@@ -1461,6 +1461,16 @@ def test_wrong_invocations(words, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_defaults_are_the_paper_s_else_the_released_code_s():
+    paper = {"total_timesteps": 51_200, "learning_rate": 5e-5, "final_learning_rate": 1e-7, "num_images": 4}
+    paper |= {"gamma": 0.99, "gae_lambda": 0.95, "vf_coef": 0.15, "kl_coef": 0.05, "value_warmup": 2}
+    paper |= {"update_epochs": 2, "minibatch_size": 128, "stop_grad": True}
+    released = {"kl_ref": "base", "clip_coef": 0.1, "lora_rank": 16, "lora_alpha": 32, "max_grad_norm": 1.0}
+    released |= {"value_hidden": [3072, 2048]}
+    ours = {"num_envs": 16, "num_steps": 32, "temperature": 1.0, "max_new_tokens": 256}
+    assert vars(Args()).items() >= (paper | released | ours).items()
+
+
 def test_precedence_is_command_line_world_toy_default(model):
     args = vldac.parse_args("--env NumberLine --model tiny --gamma 0.5 --device cpu".split())
     assert args.gamma == 0.5  # given, though the world says 1
