@@ -2599,7 +2599,7 @@ def test_the_readme_s_policy_loss_can_be_copied():
 
 def test_the_deviations_on_the_page_have_the_numbers_of_those_in_the_code():
     in_code = re.findall(r"# Deviation (\d+):", (ROOT / "vldac.py").read_text())
-    [section] = re.findall(r"### Deviations.*?\n(.*?)\n## ", README, re.S)
+    [section] = re.findall(r"## Differences from the paper.*?\n(.*?)\n## ", README, re.S)
     on_page = re.findall(r"^(\d+)\. ", section, re.M)
     assert on_page == in_code == [str(k) for k in range(1, len(in_code) + 1)]
     for name in re.findall(r"`vldac\.(?!py)(\w+)", README):
