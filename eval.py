@@ -577,7 +577,8 @@ def plot(paths, out):
         raise UserError(f"{error}: pip install matplotlib") from None
     results = [load_result(path) for path in paths if path.endswith(".json")]
     groups = groups_of(path for path in paths if not path.endswith(".json"))
-    worlds = list(dict.fromkeys(world for world, _ in groups))
+    worlds = [world for world, _ in groups] + [result["task"]["env"] for result in results]
+    worlds = list(dict.fromkeys(worlds))  # each once
     columns = min(2, len(worlds))
     rows = math.ceil(len(worlds) / columns)
     figure = Figure(figsize=(4.2 * columns, 0.3 + 2.3 * rows), layout="constrained")
@@ -587,10 +588,10 @@ def plot(paths, out):
         axes[world].set(xlabel="environment steps", ylabel="success", ylim=(-0.02, 1.02))
         axes[world].xaxis.set_major_formatter("{x:,.0f}")
         axes[world].grid(alpha=0.3)
-    lines, colors = {}, {}  # by name: the same in every panel
+    lines, colors = {}, {}  # a method has the same colour in every panel
     for (world, label), group in groups.items():
         name = f"{label}, mean and each seed" if len(group) > 1 else label
-        color = colors.setdefault(name, f"C{len(colors)}")
+        color = colors.setdefault(label, f"C{len(colors)}")
         steps = np.unique(np.concatenate([curve.steps for curve in group]))
         steps = steps[steps <= min(curve.steps[-1] for curve in group)]  # those that all runs have reached
         rates = np.array([np.interp(steps, curve.steps, curve.rates) for curve in group])  # (runs, steps)
@@ -649,10 +650,9 @@ def options_of_model(command, words):
 
 def report(result, args, folder, content=None):
     """Write a result, or a page about it, and say it in a line."""
-    player = result["player"]
-    if player == "model":
-        player = "-".join(filter(None, [args.model, args.adapter]))
-    name = "-".join(filter(None, [args.env, player, result["mode"], str(args.episodes)]))
+    player = args.model if result["player"] == "model" else result["player"]
+    adapter = args.adapter if result["weights"] == args.adapter else None  # else they are of a checkpoint
+    name = "-".join(filter(None, [args.env, player, adapter, result["mode"], str(args.episodes)]))
     out = folder / (re.sub(r"[^\w.-]+", "-", name) + ".json")
     if content:
         out = folder / "page.html"
