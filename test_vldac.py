@@ -961,7 +961,7 @@ def test_a_run_writes_what_it_says(run, name, capsys, monkeypatch):
     names = {path.name for path in folder.iterdir()}
     assert names == {"args.json", "log.jsonl", "checkpoint.pt", "adapter", "best"}
     printed = capsys.readouterr().out
-    assert f" --resume {folder}" in printed
+    assert f" --resume {folder}" in printed and "on 2 fixed seeds: success_rate" in printed
     assert re.search(r"LoRA is on \d+ linear layers", printed)
 
 
@@ -1404,6 +1404,7 @@ def test_a_run_of_loop_that_was_killed_goes_on(run, whole_run, tmp_path, monkeyp
     monkeypatch.setattr(VLMPolicy, "decode", decode)
     options = [*LONG, "--total_timesteps", 64, "--group_size", 2]
     folder, (first, *rows) = run(TROUBLED, *options, name="whole", main=loop.main)
+    assert "eval/success_rate" in first and "eval/success_rate" in rows[-1]
     of_the_critic = {"losses/explained_variance", "losses/advantage_std"}
     assert any(row.keys() >= set(LOGGED) - of_the_critic for row in rows)
     played = 0
@@ -1457,8 +1458,9 @@ def test_wrong_invocations(words, tmp_path, capsys, monkeypatch):
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "args.json").write_text('{"env": "Number')
     monkeypatch.setattr(vldac, "VLMPolicy", lambda args: pytest.fail("a model was loaded"))
+    before = files(tmp_path)
     assert WRONG[words] in refused(["--device", "cpu", "--env", "NumberLine", *words.split()], capsys)
-    assert not (tmp_path / "runs").exists()
+    assert files(tmp_path) == before and not (tmp_path / "runs").exists()
 
 
 def test_the_defaults_are_the_paper_s_else_the_released_code_s():
@@ -1645,6 +1647,7 @@ def test_an_evaluation_of_a_run_and_of_its_start(toy_run, tmp_path, capsys):
     assert run == episodes("run") and [episode["seed"] for episode in run] == list(range(60))
     wins, guesses = (sum(episode["success"] for episode in played) for played in (run, start))
     assert wins > 50 > guesses
+    assert json.loads(out.read_text())["summary"]["success_rate"] == wins / 60
     chance = ["--seed", 1, "--num_envs", 7]
     assert episodes("start", *chance) != start
     greedy = ["--mode", "greedy"]
@@ -1924,7 +1927,7 @@ def test_what_is_not_admissible_costs_a_step_and_ends_in_time(name, action):
     pytest.param("Hallway", 40, 1, 1, marks=needs_opengl),
     pytest.param("OneRoom", 40, 1, 1, marks=needs_opengl),
     ("EZPoints", 200, 1, 1),
-    ("Points24", 50, 0.55, 0.9),  # about 73 % of the deals have a solution
+    ("Points24", 100, 0.6, 0.85),  # about 73 % of the deals have a solution
     ("Blackjack", 400, 0.36, 0.5),  # basic strategy: 0.43
 ])  # fmt: skip
 def test_the_hints_win_what_can_be_won(name, seeds, lowest, highest):
