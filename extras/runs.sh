@@ -12,7 +12,7 @@
 # * Every seed is reported. After a failure of one of them nothing is changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cores=$(nproc) # before the next line, which nproc would obey
+cores=$(env -u OMP_NUM_THREADS nproc) # nproc would obey that variable
 export OMP_NUM_THREADS=1
 mkdir -p runs/final docs/logs
 
