@@ -652,7 +652,8 @@ def report(result, args, folder, content=None):
     """Write a result, or a page about it, and say it in a line."""
     player = args.model if result["player"] == "model" else result["player"]
     adapter = args.adapter if result["weights"] == args.adapter else None  # else they are of a checkpoint
-    name = "-".join(filter(None, [args.env, player, adapter, result["mode"], str(args.episodes)]))
+    split = args.split if args.split != "eval" else None
+    name = "-".join(filter(None, [args.env, split, player, adapter, result["mode"], str(args.episodes)]))
     out = folder / (re.sub(r"[^\w.-]+", "-", name) + ".json")
     if content:
         out = folder / "page.html"

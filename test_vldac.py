@@ -1635,6 +1635,15 @@ def evaluated(path, *words):
     return json.loads(path.read_text())
 
 
+def test_each_player_and_split_has_a_file_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    of_two = ["--env", "NumberLine", "--episodes", "2"]
+    for command in (["random"], ["random", "--split", "train"], ["hint"]):
+        evaluation.main([*command, *of_two])
+    names = ["NumberLine-hint-2.json", "NumberLine-random-2.json", "NumberLine-train-random-2.json"]
+    assert sorted(path.name for path in Path("results").iterdir()) == names
+
+
 def test_an_evaluation_of_a_run_and_of_its_start(toy_run, tmp_path, capsys):
     """The trained toy obeys, the one it started from guesses; each evaluation repeats itself."""
     folder, out = toy_run[0] / "run", tmp_path / "result.json"
