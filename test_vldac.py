@@ -2600,22 +2600,32 @@ def test_the_readme_s_program_acts(tmp_path, model, monkeypatch, capsys):
 
 def test_the_readme_s_loss_can_be_copied():
     """With torch alone, and called as there: two episodes of one step, rewards 1 and 0."""
-    [lines] = re.findall(r"```python\n(# before the first.*?)```", README, re.S)
     [names] = re.findall(r"^(.*) need only torch", README, re.M)
-    copied = [inspect.getsource(getattr(vldac, name)) for name in re.findall(r"`(\w+)`", names)]
+    [lines] = re.findall(r"```python\n(# before the first.*?)```", README, re.S)
     before, after = lines.split("# then")
-    pasted = {"torch": torch, "rewards": torch.tensor([[1.0, 0.0]]), "dones": torch.ones(1, 2)}
-    pasted |= {"values": torch.full((1, 2), 0.5), "last_values": torch.zeros(2)}
-    exec("".join(copied) + before, pasted)
-    pasted["advantages"] = pasted["advantages"].flatten()  # 1 and -1, over their deviation, the root of 2
-    assert pasted["advantages"].tolist() == pytest.approx([0.5 * 2**0.5, -0.5 * 2**0.5])
-    pasted |= {"returns": pasted["returns"].flatten(), "newvalues": torch.tensor([1.0, 1.0])}
-    zeros = torch.zeros(2, 2)
-    pasted |= {"logprobs": zeros, "baselogprobs": zeros, "mask": torch.ones(2, 2)}
-    exec("#" + after, pasted | {"newlogprobs": zeros + math.log(1.5)}, found := {})
-    surrogate = 0.5 * 2**0.5 * (1.1 - 1.5) / 2  # the first is clipped at 1.1, the second is not
+    there = {"torch": torch}
+    for name in re.findall(r"`(\w+)`", names):
+        exec(inspect.getsource(getattr(vldac, name)), there)
+
+    there["rewards"] = torch.tensor([[1.0, 0.0]])
+    there["dones"] = torch.ones(1, 2)
+    there["values"] = torch.full((1, 2), 0.5)
+    there["last_values"] = torch.zeros(2)
+    exec(before, there)
+    there["advantages"] = there["advantages"].flatten()
+    there["returns"] = there["returns"].flatten()
+    half = 2**-0.5  # 0.5 and -0.5 over their standard deviation
+    assert there["advantages"].tolist() == pytest.approx([half, -half])
+
+    there["newvalues"] = torch.ones(2)
+    there["logprobs"] = there["baselogprobs"] = torch.zeros(2, 2)
+    there["newlogprobs"] = torch.full((2, 2), math.log(1.5))
+    there["mask"] = torch.ones(2, 2)
+    exec(f"#{after}", there)
+    surrogate = half * (1.1 - 1.5) / 2  # the first ratio is clipped, the second is not
     kl = 1 / 1.5 + math.log(1.5) - 1
-    assert found["loss"].item() == pytest.approx(-surrogate + 0.05 * kl + 0.15 * 0.25)
+    error = (0 + 1) / 2  # of the values, squared
+    assert there["loss"].item() == pytest.approx(-surrogate + 0.05 * kl + 0.15 * error / 2)
 
 
 def test_the_deviations_on_the_page_have_the_numbers_of_those_in_the_code():
