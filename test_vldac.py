@@ -197,6 +197,11 @@ def test_a_step_without_tokens_is_refused():
         vldac.step_mean(torch.zeros(2, 2), torch.tensor([[1, 1], [0, 0]]))
 
 
+def test_values_that_would_broadcast_are_refused():
+    with pytest.raises(ValueError, match=r"\(2, 1\), \(2,\)"):
+        value_loss(torch.zeros(2, 1), torch.zeros(2))
+
+
 def mean_estimate(estimator, new, other, probabilities):
     """The mean of an estimate over tokens that are drawn with these probabilities; all are (vocabulary,)."""
     one = torch.ones(1, 1)
@@ -2602,7 +2607,7 @@ def test_the_readme_s_loss_can_be_copied():
     """With torch alone, and called as there: two episodes of one step, rewards 1 and 0."""
     [names] = re.findall(r"^(.*) need only torch", README, re.M)
     [lines] = re.findall(r"```python\n(# before the first.*?)```", README, re.S)
-    before, after = lines.split("# then")
+    before, after = lines.split("# flatten")
     there = {"torch": torch}
     for name in re.findall(r"`(\w+)`", names):
         exec(inspect.getsource(getattr(vldac, name)), there)

@@ -325,9 +325,13 @@ def policy_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
 def value_loss(values, returns):
     """Half the mean squared error per environment step (Eq. 4), to minimise: (B,), (B,) -> scalar.
 
+    ValueError if the shapes differ, as (B, 1) and (B,) would broadcast.
+
     >>> value_loss(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
     tensor(1.)
     """
+    if values.shape != returns.shape:
+        raise ValueError(f"need one shape, (B,): {tuple(values.shape)}, {tuple(returns.shape)}")
     # Deviation 4: the paper's 1/2 and no value clipping. The released code clips and has no 1/2.
     return 0.5 * (values - returns).pow(2).mean()
 
