@@ -24,6 +24,7 @@ What belongs to the task ends an episode as terminated, and its reward is learne
 
 import ast
 import contextlib
+import ctypes
 import enum
 import functools
 import io
@@ -131,12 +132,35 @@ RED_BOX += [f"{letter}Maze{side}" for letter in "TY" for side in ("", "Left", "R
 
 OPENGL = (
     "apt-get update && apt-get install -y --no-install-recommends libegl1 libgl1 libglu1-mesa libfreetype6 "
-    "(as root; it renders in software, without GPU or display), or try one without OpenGL: --env NumberLine"
+    "(as root; it renders in software, without GPU or display)"
+)
+NO_DEVICE = (
+    "no device of EGL draws. Mesa's software renderer does (libegl-mesa0, libgl1-mesa-dri), unless "
+    "__EGL_VENDOR_LIBRARY_FILENAMES names another library"
 )
 
 
+def software_renderer() -> int:
+    """The number of Mesa's software renderer in EGL's list of devices, in which GPUs come first.
+
+    Mesa lists an NVIDIA GPU, whose render node it sees, but cannot drive it.
+    """
+    from pyglet.libs.egl import egl, eglext, lib
+
+    count = egl.EGLint()
+    eglext.eglQueryDevicesEXT(0, None, count)
+    devices = (eglext.EGLDeviceEXT * count.value)()
+    eglext.eglQueryDevicesEXT(count.value, devices, count)
+    arguments = [eglext.EGLDeviceEXT, egl.EGLint]
+    extensions = lib.link_EGL("eglQueryDeviceStringEXT", ctypes.c_char_p, arguments)
+    for number, device in enumerate(devices):
+        if b"EGL_MESA_device_software" in (extensions(device, egl.EGL_EXTENSIONS) or b""):
+            return number
+    return 0
+
+
 def make_simulator(name, height, width):
-    """MiniWorld's own environment, rendering without a display. UserError if OpenGL is missing."""
+    """MiniWorld's own environment, rendering without a display. UserError if it cannot."""
     # The window is never shown; at its default size its buffers cost 30 MB.
     sizes = {"obs_height": height, "obs_width": width, "window_height": height, "window_width": width}
     try:
@@ -146,14 +170,18 @@ def make_simulator(name, height, width):
             pyglet.options["headless"] = True  # must be said before pyglet.gl is imported
             mesa = "/usr/share/glvnd/egl_vendor.d/50_mesa.json"
             if os.path.exists(mesa):  # not NVIDIA's EGL: the same frames on every machine, no GPU memory
-                os.environ.setdefault("__EGL_VENDOR_LIBRARY_FILENAMES", mesa)
+                vendor = os.environ.setdefault("__EGL_VENDOR_LIBRARY_FILENAMES", mesa)
+                if vendor == mesa:  # and not the user's choice
+                    pyglet.options["headless_device"] = software_renderer()
         pyglet.options["debug_gl"] = False
         with contextlib.redirect_stdout(io.StringIO()):  # "Falling back to num_samples=4"
             return gym.make(f"miniworld:MiniWorld-{name}-v0", disable_env_checker=True, **sizes).unwrapped
     except ModuleNotFoundError as error:
         raise UserError(f"MiniWorld is not installed ({error}): pip install -r requirements.txt") from None
-    except Exception as error:  # an ImportError or one of five of pyglet's own, all for want of OpenGL
-        raise UserError(f"MiniWorld cannot render here ({type(error).__name__}: {error}): {OPENGL}") from None
+    except Exception as error:  # an ImportError: a library is missing; or one of five of pyglet's own
+        what = OPENGL if isinstance(error, ImportError) else NO_DEVICE
+        words = f"MiniWorld cannot render here ({type(error).__name__}: {error}): {what}"
+        raise UserError(f"{words}; or try a world without OpenGL: --env NumberLine") from None
 
 
 class MiniWorld(World):

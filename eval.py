@@ -34,7 +34,6 @@ from typing import Literal
 import numpy as np
 import torch
 from PIL import Image
-from torch.nn.utils.rnn import pad_sequence
 
 import envs
 import vldac
@@ -177,11 +176,8 @@ def recorded(act, recordings):
     def recording_act(policy, players):
         frames = [player.observations[-1]["image"] for player in players]
         steps = act(policy, players)
-        responses = [step.tokens for step in steps]
-        tokens = pad_sequence(responses, batch_first=True)  # (B, R)
-        mask = pad_sequence([torch.ones_like(response) for response in responses], batch_first=True)
         with torch.no_grad():
-            logprobs, values = policy([step.prompt for step in steps], tokens, mask)
+            logprobs, _, values = policy([step.prompt for step in steps], [step.tokens for step in steps])
         for i, (player, step) in enumerate(zip(players, steps, strict=True)):
             texts = [policy.tokenizer.decode(token) for token in step.tokens]
             probabilities = logprobs[i].exp().tolist()
@@ -464,12 +460,13 @@ class Curve:
     before: float | None  # success on the fixed seeds
     after: float | None
     parsed: float  # of the responses at the end
+    finished: bool
 
     def mean(self) -> float:
         """Success averaged over the run, from step 0 to its end.
 
         >>> steps, rates = np.array([0, 10, 30]), np.array([0.2, 0.2, 0.6])
-        >>> Curve("OneRoom", "VL-DAC", 0, steps, rates, 0.2, 0.6, 1.0).mean()  # (10 * 0.2 + 20 * 0.4) / 30
+        >>> Curve("OneRoom", "VL-DAC", 0, steps, rates, 0.2, 0.6, 1.0, True).mean()  # (10 * 0.2 + 20 * 0.4) / 30
         0.3333333333333333
         """
         return np.trapezoid(self.rates, self.steps).item() / self.steps[-1].item()
@@ -488,16 +485,17 @@ def load_curve(path) -> Curve:
     last = rows[-1]
     after = evaluations[-1] if len(evaluations) > 1 else {}
     world = re.sub(r"[^\w.-]+", "-", args["env"])  # as in the run's name
-    name = Path(path).name.removesuffix(".jsonl")
+    name = Path(path).name.removesuffix(".jsonl").removeprefix(f"{world}-")
     return Curve(
         world=args["env"],
-        label=name.removeprefix(f"{world}-").removesuffix(f"-{args['seed']}"),
+        label=re.sub(rf"-{args['seed']}(-\d+)?$", "", name),  # a taken name has got -2, -3 ...
         seed=args["seed"],
         steps=np.array([0] + [row["global_step"] for row in rows if row["update"] > 0]),
         rates=np.array([start] + [start if rate is None else rate for rate in rates]),
         before=before,
         after=after.get("eval/success_rate"),
         parsed=1 - after.get("eval/invalid_action_rate", last["charts/invalid_action_rate"]),
+        finished=last["global_step"] + args["num_envs"] * args["num_steps"] > args["total_timesteps"],
     )
 
 
@@ -536,11 +534,10 @@ def table(paths) -> str:
     return markdown(lines)
 
 
-def groups_of(paths) -> dict[tuple[str, str], list[Curve]]:
+def groups_of(curves) -> dict[tuple[str, str], list[Curve]]:
     """The runs of each (world, method), in the order of the first of them."""
     groups = {}
-    for path in paths:
-        curve = load_curve(path)
+    for curve in curves:
         groups.setdefault((curve.world, curve.label), []).append(curve)
     return groups
 
@@ -553,11 +550,14 @@ def mean_of(values) -> float | None:
 def methods(paths) -> str:
     """A row for every method: figures of success averaged over the run, and means of the others.
 
-    p is that of the exact rank-sum test of these averages against those of the world's first method.
+    p is that of the exact rank-sum test of these averages against those of the world's first method. Runs
+    that are not finished are left out, and named below the table.
     """
+    curves = {path: load_curve(path) for path in paths}
+    unfinished = [path for path, curve in curves.items() if not curve.finished]
     lines = [["world", "method", "runs", "worst", "mean", "best", "before", "after", "parsed", "p"]]
     first = {}
-    for (world, label), group in groups_of(paths).items():
+    for (world, label), group in groups_of(curves[path] for path in paths if path not in unfinished).items():
         averages = [curve.mean() for curve in group]
         p = rank_sum(averages, first[world]) if world in first else None
         first.setdefault(world, averages)
@@ -566,7 +566,8 @@ def methods(paths) -> str:
         after = mean_of([curve.after for curve in group])
         parsed = mean_of([curve.parsed for curve in group])
         lines.append([world, label, len(group), *spread, before, after, parsed, p])
-    return markdown(lines)
+    left_out = f"\nnot finished, so left out: {', '.join(unfinished)}" if unfinished else ""
+    return markdown(lines) + left_out
 
 
 def plot(paths, out):
@@ -576,7 +577,9 @@ def plot(paths, out):
     except ModuleNotFoundError as error:
         raise UserError(f"{error}: pip install matplotlib") from None
     results = [load_result(path) for path in paths if path.endswith(".json")]
-    groups = groups_of(path for path in paths if not path.endswith(".json"))
+    if any(result["summary"]["success_rate"] is None for result in results):
+        raise UserError("a result without success flags has no rate to plot")
+    groups = groups_of(load_curve(path) for path in paths if not path.endswith(".json"))
     worlds = [world for world, _ in groups] + [result["task"]["env"] for result in results]
     worlds = list(dict.fromkeys(worlds))  # each once
     columns = min(2, len(worlds))
@@ -612,7 +615,8 @@ def plot(paths, out):
 # --------------------------------------------------------------------------------------------- the program
 
 
-NO_UPDATE = {"num_steps": 1, "minibatch_size": 1}  # no minibatches that would have to fit
+# What an update would need fits always, as there is none.
+NO_UPDATE = {"num_steps": 2, "minibatch_size": 1, "total_timesteps": 10**9}
 
 
 def options_of_run(command, folder, words):

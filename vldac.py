@@ -20,7 +20,9 @@ it), P prompt length, R response length (both padded), H hidden size. Tensors (T
 environment step, (B, R) per token. "Deviation n" says where the code differs from the paper or its released
 code, and why.
 Where to begin: the loop of `train`, which calls `collect`, `make_minibatches`, `score`, `add_advantages` and
-`update`. Without a GPU the model is a toy, a tiny VLM that extras/toy.py first teaches to see and to speak by
+`update`. All of the algorithm stands above it, in the order in which one reads it; below it is what the
+algorithm stands on: loading a model, processes, evaluation, log and checkpoint, options.
+Without a GPU the model is a toy, a tiny VLM that extras/toy.py first teaches to see and to speak by
 imitation, so that one can watch the algorithm on a laptop.
 
     python vldac.py --env OneRoom                  Qwen2-VL-7B where there is a GPU, else a toy model
@@ -38,8 +40,8 @@ import math
 import os
 import random
 import re
-import runpy
 import shutil
+import subprocess
 import sys
 import time
 import types
@@ -70,7 +72,6 @@ warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT
 
 RANK = int(os.environ.get("RANK", 0))  # of this process, and how many there are, under torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-BAR_INTERVAL = 0.1 if sys.stderr.isatty() else 10  # seconds between two states of a progress bar
 
 
 @dataclass
@@ -138,68 +139,17 @@ class Args:
             self.dtype = "bfloat16" if native else "float32"
 
 
-# What worlds change in Args, and what the toy does. The world wins over the toy (but for
-# gradient_checkpointing), and the command line over both.
-CARDS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0}
-LONG_PROMPTS = {"num_images": 1, "gradient_checkpointing": True}
-WORLDS = {
-    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # TOY has fewer
-    **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARDS),
-    **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPTS),
-}
-TOY = {
-    "total_timesteps": 20_480,
-    "num_images": 1,
-    "max_image_tokens": 16,
-    "max_new_tokens": 40,
-    "micro_batch_size": 64,
-    "learning_rate": 1e-3,
-    "final_learning_rate": 2e-5,
-    "value_hidden": [256, 256],
-}
-
-
-# -------------------------------------------------------------- several processes (torchrun), and messages
-
-
-def gather(items: list) -> list:
-    """The items of all processes in one list, by rank."""
-    if WORLD_SIZE == 1:
-        return items
-    parts = [None] * WORLD_SIZE
-    dist.all_gather_object(parts, items)
-    return [item for part in parts for item in part]
-
-
-def average_gradients(parameters):
-    """Average gradients over processes. Their parts are equally large: the whole minibatch's gradient."""
-    for parameter in parameters:
-        if WORLD_SIZE > 1 and parameter.grad is not None:  # in the warm-up, LoRA has none
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= WORLD_SIZE
-
-
-def say(text):
-    """Print a line above the progress bar, in the first process only."""
-    if RANK == 0:
-        tqdm.write(text)
-        sys.stdout.flush()
-
-
 # ------------------------------------------------------------------------------ the prompt and the parser
 
 
-def build_prompt(observations, actions, task, taken, left) -> list[dict]:
-    """One user turn, as chat messages: the newest frames, oldest first, then text.
+def build_prompt(text, actions, task, taken, left) -> str:
+    """The text of a prompt; its frames, the newest ones, come before it.
 
-    observations  the last k observation dicts ("image", "text"), oldest first; the newest text is shown
-    actions       the admissible actions
-    taken, left   how many actions were taken, and how many are left
+    text         of the newest observation
+    actions      the admissible actions
+    taken, left  how many actions were taken, and how many are left
 
-    >>> [turn] = build_prompt([{"text": "It is dark."}], ["go", "wait"], "leave", 2, 8)
-    >>> [part["type"] for part in turn["content"]]
-    ['image', 'text']
-    >>> print(turn["content"][1]["text"])
+    >>> print(build_prompt("It is dark.", ["go", "wait"], "leave", 2, 8))
     Task: leave.
     It is dark.
     Actions taken: 2. Actions left: 8.
@@ -207,19 +157,17 @@ def build_prompt(observations, actions, task, taken, left) -> list[dict]:
     Think, then choose one action. Answer with {"thoughts": "...", "action": "..."}
     """
     # Deviation 1: one template for all worlds, actions in words. The released code has one for each world.
-    # Deviation 2: every frame is shown once, and the true number of actions is told. The released prompt
-    # repeats frames, and takes their number for the number of actions.
+    # Deviation 2: every frame is shown once, and it is told how many actions were taken and are left. The
+    # released prompt repeats frames, and takes their number for the number of actions.
     names = [json.dumps(action, ensure_ascii=False) for action in actions]  # as the answer must spell them
     lines = [
         f"Task: {task}.",
-        observations[-1]["text"],
+        text,
         f"Actions taken: {taken}. Actions left: {left}.",
         "Admissible actions: " + ", ".join(names) + ".",
         'Think, then choose one action. Answer with {"thoughts": "...", "action": "..."}',
     ]
-    text = "\n".join(line for line in lines if line)
-    images = [{"type": "image"} for _ in observations]
-    return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
+    return "\n".join(line for line in lines if line)
 
 
 ACTION_KEY = re.compile(r'"action"[ \t\r\n]*:[ \t\r\n]*')
@@ -336,6 +284,25 @@ def value_loss(values, returns):
     return 0.5 * (values - returns).pow(2).mean()
 
 
+def kl_base(newlogprobs, baselogprobs, mask):
+    """Divergence from the base model, in nats per token: exp(d) - d - 1, d = log base - log new.
+
+    newlogprobs, baselogprobs, mask  (B, R). On tokens sampled from `new`, its value estimates
+    D_KL(new || base) and its gradient is that of D_KL(base || new): it pulls up what the base would say.
+    The function `update` has tokens of the policy before the update, and does not weight them by new / old
+    (neither does GRPO).
+    The base is the model without its adapter, also in a run that started from a trained adapter.
+    Source: Schulman's estimator k3.
+
+    >>> kl_base(torch.zeros(1, 1), torch.full((1, 1), math.log(2.0)), torch.ones(1, 1))  # 2 - log 2 - 1
+    tensor(0.3069)
+    """
+    # Deviation 5: this is the default, as in the released code. The paper prints Eq. 5: its gradient is zero
+    # in the first minibatch, and it ties the policy only to that of one update ago.
+    d = (baselogprobs - newlogprobs).masked_fill(mask == 0, 0)
+    return step_mean(d.exp() - d - 1, mask)
+
+
 def kl_old(newlogprobs, logprobs, mask):
     """D_KL(new || old) in nats per token, from tokens the old policy sampled (Eq. 5): r log r - (r - 1).
 
@@ -349,26 +316,461 @@ def kl_old(newlogprobs, logprobs, mask):
     return step_mean(logratio.exp() * logratio - (logratio.exp() - 1), mask)
 
 
-def kl_base(newlogprobs, baselogprobs, mask):
-    """Divergence from the base model, in nats per token: exp(d) - d - 1, d = log base - log new.
-
-    newlogprobs, baselogprobs, mask  (B, R). On tokens sampled from `new`, its value estimates
-    D_KL(new || base) and its gradient is that of D_KL(base || new): it pulls up what the base would say.
-    The function `update` has tokens of the policy before the update, and does not weight them by r (neither
-    does GRPO).
-    The base is the model without its adapter, also in a run that started from a trained adapter.
-    Source: Schulman's estimator k3.
-
-    >>> kl_base(torch.zeros(1, 1), torch.full((1, 1), math.log(2.0)), torch.ones(1, 1))  # 2 - log 2 - 1
-    tensor(0.3069)
-    """
-    # Deviation 5: this is the default, as in the released code. The paper prints Eq. 5: its gradient is zero
-    # in the first minibatch, and it ties the policy only to that of one update ago.
-    d = (baselogprobs - newlogprobs).masked_fill(mask == 0, 0)
-    return step_mean(d.exp() - d - 1, mask)
-
-
 # --------------------------------------------------------------------------------------------- the policy
+
+
+def pad(rows) -> torch.Tensor:
+    """B tensors (R_b,) as one (B, R), with zeros after the shorter ones."""
+    return pad_sequence(rows, batch_first=True)
+
+
+# What a processor returns for every token of a prompt; all else is of its images.
+PER_TOKEN = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+
+
+class VLMPolicy(nn.Module):
+    """A VLM with LoRA on its language model, and a value head on the last prompt token's hidden state.
+
+    `forward` scores the distribution that `sample` draws from: the same temperature, the same banned tokens.
+    """
+
+    def __init__(self, args: Args):
+        super().__init__()
+        self.args = args
+        self.processor = load_processor(args.model, args.max_image_tokens)
+        self.tokenizer = self.processor.tokenizer
+        vlm = load_vlm(args)
+        self.peft_model = add_lora(vlm, args)
+        self.vlm = vlm  # with adapters inside
+        stop_ids, self.banned_ids = special_ids(vlm, self.tokenizer)
+        self.stop_ids = torch.tensor(stop_ids, device=args.device)
+        self.no_tokens = torch.zeros(0, dtype=torch.long, device=args.device)  # a response before it begins
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        self.special_tokens = re.compile("|".join(map(re.escape, special)))
+        text_config = vlm.config.get_text_config()
+        self.logit_cap = getattr(text_config, "final_logit_softcapping", None)  # of Gemma 4
+
+        # Deviation 6: the value head is fp32. The released one is fp16, too coarse for small errors.
+        sizes = [text_config.hidden_size, *args.value_hidden]
+        layers = []
+        for size, next_size in itertools.pairwise(sizes):
+            layers += [nn.Linear(size, next_size), nn.ReLU()]
+        self.value_head = nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
+        self.to(args.device)
+        bf16 = args.dtype == "bfloat16"
+        self.autocast = torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=bf16)
+
+        # Deviation 7: sampled at temperature 1 from the whole vocabulary. The released code has top_k 1, that
+        # is, argmax: nothing is explored, and PPO's ratio is not that of the policy that acted. The hub's
+        # configuration has it too, and is replaced as a whole.
+        vlm.generation_config = GenerationConfig(
+            do_sample=True,
+            temperature=args.temperature,
+            top_k=0,
+            max_new_tokens=args.max_new_tokens,
+            suppress_tokens=self.banned_ids or None,
+            eos_token_id=stop_ids,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        check_frames(self)
+
+    def lora_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.peft_model.parameters() if p.requires_grad]
+
+    def encode(self, text, frames) -> dict:
+        """A prompt as the model's inputs, on the CPU: ids and mask (1, P), the pixels of its frames."""
+        # A page in the world may show special tokens: they must not become the chat format.
+        text = self.special_tokens.sub(" ", text)
+        content = [{"type": "image"} for _ in frames] + [{"type": "text", "text": text}]
+        options = {"tokenize": False, "add_generation_prompt": True}
+        if "enable_thinking" in str(self.processor.chat_template):
+            options["enable_thinking"] = False  # such a model would think first, and be cut before it answers
+        chat = self.processor.apply_chat_template([{"role": "user", "content": content}], **options)
+        images = [Image.fromarray(frame) for frame in frames]
+        # No special tokens are added: Gemma's template has written the one at the beginning already.
+        options = {"add_special_tokens": False, "return_tensors": "pt"}
+        return dict(self.processor(text=[chat], images=[images], **options))
+
+    def inputs(self, prompts, responses) -> dict:
+        """B encoded prompts, each followed by its response, for the model: ids and mask (B, P + R), pixels.
+
+        Prompts are padded on the left and responses on the right, so that all responses start in column P.
+        """
+        tokens, mask = pad(responses), pad([torch.ones_like(tokens) for tokens in responses])  # (B, R)
+        after = {"input_ids": tokens, "attention_mask": mask}
+        images_dim = 1 if "pixel_attention_mask" in prompts[0] else 0  # SmolVLM's pixels: (1, images, ...)
+        inputs = {}
+        for key in prompts[0]:
+            parts = [prompt[key] for prompt in prompts]
+            if key in PER_TOKEN:  # (1, P)
+                rows = [part[0] for part in parts]
+                filler = self.tokenizer.pad_token_id if key == "input_ids" else 0
+                before = pad_sequence(
+                    rows, batch_first=True, padding_value=filler, padding_side="left"
+                )  # (B, P)
+                response = after.get(key, torch.zeros_like(tokens))  # token type 0 is text
+                inputs[key] = torch.cat([before.to(tokens.device), response], dim=1)  # (B, P + R)
+            else:  # all images (or their patches, or their sizes), one after another
+                inputs[key] = torch.cat(parts, dim=images_dim).to(tokens.device)
+        return inputs
+
+    @torch.no_grad()
+    def sample(self, prompts) -> list[torch.Tensor]:
+        """The tokens (R_b,) of B responses, each up to its first stop id or to max_new_tokens."""
+        self.eval()  # in train mode with gradient checkpointing, generate() returns garbage
+        inputs = self.inputs(prompts, [self.no_tokens] * len(prompts))
+        P = inputs["input_ids"].shape[1]
+        with self.autocast:
+            output = self.vlm.generate(**inputs)  # (B, P + R)
+        tokens = output[:, P:]
+        stops = torch.isin(tokens, self.stop_ids).long()
+        stops_before = stops.cumsum(1) - stops  # (B, R), strictly before this column
+        lengths = (stops_before == 0).sum(1)  # (B,)
+        return [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+
+    def decode(self, responses) -> list[str]:
+        """The texts of responses, each a tensor (R_b,), without their stop ids."""
+        return [self.tokenizer.decode(tokens[~torch.isin(tokens, self.stop_ids)]) for tokens in responses]
+
+    def forward(self, prompts, responses):
+        """Log-probabilities of responses, and values of their prompts.
+
+        prompts    B of them, from `encode`
+        responses  B tensors (R_b,) of token ids; R is the length of the longest
+        Returns logprobs (B, R) in nats and mask (B, R), both 0 where a response has ended, and values (B,).
+        """
+        inputs = self.inputs(prompts, responses)
+        R = max(len(tokens) for tokens in responses)
+        P = inputs["input_ids"].shape[1] - R
+        tokens, mask = inputs["input_ids"][:, P:], inputs["attention_mask"][:, P:]  # (B, R)
+        with self.autocast:
+            hidden = self.vlm.model(**inputs, use_cache=False).last_hidden_state  # (B, P + R, H)
+            lm_head = self.vlm.get_output_embeddings()
+            logits = lm_head(hidden[:, P - 1 : -1])  # (B, R, vocabulary), each from the token before
+        # Deviation 8: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16: at
+        # a probability of 1 % in steps of a third of the clip range. The head stays in bfloat16: in fp32 it
+        # was tried, and the ratios were hardly more exact, as the hidden states are rounded as coarsely.
+        logits = logits.float()
+        if self.logit_cap:
+            logits = self.logit_cap * (logits / self.logit_cap).tanh()
+        logits = logits / self.args.temperature
+        logits[..., self.banned_ids] = -torch.inf
+        logprobs = logits.log_softmax(2).gather(2, tokens[..., None])[..., 0]  # (B, R)
+        state = hidden[:, P - 1].float()  # (B, H), at the last prompt token
+        if self.args.stop_grad:
+            state = state.detach()  # Eq. 4
+        values = self.value_head(state)[:, 0]  # in fp32, outside autocast
+        return logprobs.masked_fill(mask == 0, 0), mask, values
+
+    @torch.no_grad()
+    def values(self, prompts) -> torch.Tensor:
+        """Values (B,) of prompts that have no response yet."""
+        _, _, values = self(prompts, [self.no_tokens] * len(prompts))
+        return values
+
+
+# -------------------------------------------------------------------------------------------- the rollout
+
+
+def training_seed(*numbers) -> int:
+    """A seed for training, in [2^30, 2^31); evaluation uses 0, 1, 2, ..."""
+    return 2**30 + int(np.random.SeedSequence(numbers).generate_state(1)[0]) % 2**30
+
+
+class Player:
+    """One environment, and what its prompt needs: the last k observations and the actions so far."""
+
+    def __init__(self, args: Args, index=0):
+        self.args, self.index = args, index
+        self.episode = 0  # training episodes that have begun
+        limits = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
+        self.env = envs.make_env(args.env, split=args.split, **limits)
+
+    def reset(self, seed):
+        """Begin the episode of this seed: an episode is a function of its seed and its actions."""
+        self.seed, self.actions, self.total = seed, [], 0.0
+        with envs.traced(self.seed, self.actions):
+            observation, self.info = self.env.reset(seed=seed)
+        self.task = self.info["task"]  # in later infos there need be none
+        self.observations = deque([observation], maxlen=self.args.num_images)
+
+    def next_episode(self):
+        self.reset(training_seed(self.args.seed, self.index, self.episode))
+        self.episode += 1
+
+    def turn(self):
+        """What VLMPolicy.encode takes: the text of a prompt, and the newest frames, oldest first."""
+        newest = self.observations[-1]["text"]
+        text = build_prompt(newest, self.info["actions"], self.task, len(self.actions), self.info["left"])
+        return text, [observation["image"] for observation in self.observations]
+
+    def step(self, action: str | None):
+        """Play a parsed action, None if there was none. Returns reward, done, and whether it timed out."""
+        # Deviation 9: a response that does not parse ("" for the world) does nothing and costs its step. The
+        # released code plays a random action, and reinforces the response for what that action brought.
+        self.actions.append(str(action or ""))  # a world may have numpy's, which no checkpoint can hold
+        with envs.traced(self.seed, self.actions):
+            observation, reward, terminated, truncated, self.info = self.env.step(self.actions[-1])
+        self.observations.append(observation)
+        self.total += float(reward)
+        return float(reward), bool(terminated or truncated), bool(truncated and not terminated)
+
+    def result(self) -> dict:
+        """What is kept of an episode that has ended."""
+        success = self.info["success"]  # None: the world has told no flag
+        return {
+            "seed": self.seed,
+            "success": None if success is None else bool(success),
+            "return": self.total,
+            "length": len(self.actions),
+            "invalid": self.actions.count(""),
+        }
+
+
+@dataclass
+class Step:
+    """One environment step of one player: made by `collect`, completed by `score` and `add_advantages`."""
+
+    prompt: dict  # encoded
+    tokens: torch.Tensor  # (R_b,) the response, as sampled
+    response: str  # the same as text
+    action: str | None  # None if the response did not parse
+    reward: float
+    done: bool
+    timed_out: bool  # done only because of the time limit
+    # `score` adds:
+    logprobs: torch.Tensor | None = None  # (R_b,) under the policy that sampled
+    baselogprobs: torch.Tensor | None = None  # (R_b,) under the model without its adapter
+    value: float | None = None  # V(s_t), of the policy that sampled
+    # `add_advantages` adds:
+    advantage: float | None = None  # normalised over the rollout
+    ret: float | None = None  # the return G_t
+
+
+def act(policy, players) -> list[Step]:
+    """The next step of every player."""
+    # Deviation 10: all environments share each forward pass; the released code plays one at a time.
+    prompts = [policy.encode(*player.turn()) for player in players]
+    tokens = policy.sample(prompts)
+    responses = policy.decode(tokens)
+    steps = []
+    for i, player in enumerate(players):
+        action = parse_action(responses[i], player.info["actions"])
+        reward, done, timed_out = player.step(action)
+        steps.append(Step(prompts[i], tokens[i], responses[i], action, reward, done, timed_out))
+    return steps
+
+
+def collect(policy, players, args: Args):
+    """T steps of N players, and a new episode wherever one ends.
+
+    Returns the B = T * N steps, of which step t of player n is number t * N + n; the N prompts that follow;
+    and the results of the episodes that have ended.
+    """
+    steps, episodes = [], []
+    for _ in range(args.num_steps):
+        for player, step in zip(players, act(policy, players), strict=True):
+            steps.append(step)
+            if step.done:
+                episodes.append(player.result())
+                player.next_episode()
+    last_prompts = [policy.encode(*player.turn()) for player in players]
+    return steps, last_prompts, episodes
+
+
+# -------------------------------------------------------------------- minibatches, scores and advantages
+
+MicroBatch = list[Step]  # they share a forward pass, both when they are scored and when they are trained
+
+
+def make_minibatches(steps, args: Args) -> list[list[MicroBatch]]:
+    """The steps of a rollout in random minibatches, each a list of micro-batches."""
+    # Deviation 11: drawn once, before scoring; the released code draws anew for each epoch. With the same
+    # neighbours and padding the rounding is the same: on a CPU the first ratio is 1 to the bit, in bfloat16
+    # too. On a GPU that is not measured: attention may use another kernel without gradients.
+
+    def length(step):
+        return step.prompt["input_ids"].shape[1] + len(step.tokens)
+
+    num_minibatches = math.ceil(len(steps) * WORLD_SIZE / args.minibatch_size)
+    minibatches = []
+    for rows in torch.randperm(len(steps)).chunk(num_minibatches):
+        # Similar lengths save padding. The longest come first: a lack of memory mostly shows at once.
+        minibatch = sorted([steps[row] for row in rows.tolist()], key=length, reverse=True)
+        starts = range(0, len(minibatch), args.micro_batch_size)
+        minibatches.append([minibatch[start : start + args.micro_batch_size] for start in starts])
+    return minibatches
+
+
+@torch.no_grad()
+def score(policy, minibatches):
+    """Complete the steps: values, and log-probabilities under the policy that sampled and under the base."""
+    # By a forward pass like the one that is trained, as generate() rounds in other ways. How far the ratios
+    # of the first minibatch still are from 1 is logged as ratio_first.
+    policy.eval()
+    for micro in itertools.chain(*minibatches):
+        logprobs, _, values = policy([step.prompt for step in micro], [step.tokens for step in micro])
+        for step, row, value in zip(micro, logprobs, values.tolist(), strict=True):
+            step.logprobs = row[: len(step.tokens)]
+            step.value = value
+    with policy.peft_model.disable_adapter():  # once, as it walks through the whole model
+        for micro in itertools.chain(*minibatches):
+            baselogprobs, _, _ = policy([step.prompt for step in micro], [step.tokens for step in micro])
+            for step, row in zip(micro, baselogprobs, strict=True):
+                step.baselogprobs = row[: len(step.tokens)]
+
+
+def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
+    """Complete the steps: returns, and advantages normalised over the rollout.
+
+    steps        B = T * N, of which step t of player n is number t * N + n
+    last_values  (N,) of the states after them
+    Returns statistics for the log.
+    """
+    N = len(last_values)
+    rewards = torch.tensor([step.reward for step in steps]).view(-1, N)  # (T, N)
+    values = torch.tensor([step.value for step in steps]).view(-1, N)
+    dones = torch.tensor([step.done for step in steps]).view(-1, N)
+    timed_out = torch.tensor([step.timed_out for step in steps]).view(-1, N)
+    # Deviation 12: at a time-out the reward is replaced by V(s_t) and the episode ends: the step has return
+    # V(s_t) and advantage 0 before the normalisation, and the steps before it bootstrap from V(s_t). The
+    # released code has this in MiniWorld only. Why: MiniWorld's -1 at a time-out says little about the last
+    # actions, and made learning slower (docs/study.md).
+    rewards = torch.where(timed_out, values, rewards)
+    last_values = last_values.cpu()
+    advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
+
+    all_advantages = torch.cat(gather([advantages]))  # of the whole rollout, in all processes
+    mean, std = all_advantages.mean().item(), all_advantages.std().item()
+    normalised = (advantages - mean) / (std + 1e-8)  # (T, N)
+    for step, advantage, ret in zip(steps, normalised.flatten(), returns.flatten(), strict=True):
+        step.advantage = advantage.item()
+        step.ret = ret.item()
+    variance, unexplained = returns.var().item(), (returns - values).var().item()
+    explained = 1 - unexplained / variance if variance > 0 else None
+    return {"explained_variance": explained, "advantage_std": std}
+
+
+# --------------------------------------------------------------------------------------------- the update
+
+
+def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict[str, float]:
+    """`update_epochs` passes over a rollout (Eq. 6). Returns means of the losses and diagnostics.
+
+    value_only  train the value head alone (warm-up)
+    """
+    policy.train()  # for gradient checkpointing
+    lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
+    log = UpdateLog(args)
+    for epoch in range(args.update_epochs):
+        if epoch > 0:
+            minibatches = random.sample(minibatches, len(minibatches))  # the same ones in a new order
+        for minibatch in minibatches:
+            optimizer.zero_grad()
+            B = sum(len(micro) for micro in minibatch)
+            for micro in minibatch:
+                newlogprobs, mask, newvalues = policy(
+                    [step.prompt for step in micro], [step.tokens for step in micro]
+                )
+                logprobs = pad([step.logprobs for step in micro])  # (B, R)
+                baselogprobs = pad([step.baselogprobs for step in micro])
+                advantages = torch.tensor([step.advantage for step in micro], device=args.device)  # (B,)
+                returns = torch.tensor([step.ret for step in micro], device=args.device)
+
+                pg_loss = policy_loss(newlogprobs, logprobs, advantages, mask, args.clip_coef)  # Eq. 3
+                v_loss = value_loss(newvalues, returns)  # Eq. 4
+                if args.kl_ref == "base":
+                    kl = kl_base(newlogprobs, baselogprobs, mask)
+                else:
+                    kl = kl_old(newlogprobs, logprobs, mask)  # Eq. 5
+                loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss  # Eq. 6
+                if value_only:  # the other losses are only for the log
+                    loss = args.vf_coef * v_loss
+                (loss * len(micro) / B).backward()
+                losses = {"policy_loss": pg_loss, "kl": kl, "value_loss": v_loss}
+                log.micro_batch(losses, newlogprobs, logprobs, baselogprobs, mask)
+
+            if value_only:
+                policy.peft_model.zero_grad()  # with --stop_grad false, the value loss has reached LoRA
+            average_gradients([*lora, *value_head])
+            # Deviation 13: LoRA and the value head are clipped separately. One norm over both would couple
+            # them: a large value gradient would shrink the policy's step.
+            # Deviation 14: NaN or infinity ends the run before it touches a weight; the released code skips a
+            # response whose log-probability is NaN, and checks no gradient.
+            norm_lora = nn.utils.clip_grad_norm_(lora, args.max_grad_norm, error_if_nonfinite=True)
+            norm_value = nn.utils.clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
+            log.norms.append([norm_lora.item(), norm_value.item()])
+            optimizer.step()
+    return log.means()
+
+
+# ------------------------------------------------------------------------------------------- the training
+
+
+def cosine(u, num_updates, start, end) -> float:
+    """The learning rate of an update in [0, num_updates): from start down to end, once.
+
+    >>> [round(cosine(u, 3, 1.0, 0.0), 3) for u in range(3)]
+    [1.0, 0.5, 0.0]
+    """
+    # Deviation 15: one cosine over the planned updates; the released one has a fixed period and rises again.
+    progress = u / max(1, num_updates - 1)
+    return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def make_optimizer(policy, args: Args):
+    """Adam over LoRA and the value head."""
+    parameters = [*policy.lora_parameters(), *policy.value_head.parameters()]
+    eps = 1e-7  # the released code's
+    return torch.optim.Adam(parameters, lr=args.learning_rate, eps=eps, fused=True)
+
+
+def train(args: Args, folder: Path):
+    """A whole training. Writes log.jsonl, checkpoint.pt, best/ and adapter/ into the run's folder."""
+    N = args.num_envs // WORLD_SIZE  # players of this process
+    players = [Player(args, RANK * N + n) for n in range(N)]
+    eval_args = dataclasses.replace(args, split="eval")
+    eval_players = [Player(eval_args) for _ in range(min(N, args.eval_episodes))]
+    set_seed(args.seed)  # so that all processes begin with the same weights
+    policy = VLMPolicy(args)
+    optimizer = make_optimizer(policy, args)
+    rollout_steps = args.num_envs * args.num_steps
+    num_updates = args.total_timesteps // rollout_steps
+    state = begin_or_resume(folder, policy, optimizer, players, eval_players)
+    done, best, recent = state["update"], state["best"], state["recent"]  # recent: the last 100 episodes
+
+    updates = range(done + 1, num_updates + 1)
+    for u in tqdm(updates, initial=done, total=num_updates, disable=True if RANK else None):
+        set_seed(training_seed(args.seed, RANK, u))  # a resumed run goes on as if it had never stopped
+        rate = cosine(u - 1, num_updates, args.learning_rate, args.final_learning_rate)
+        optimizer.param_groups[0]["lr"] = rate
+
+        times = [time.perf_counter()]
+        steps, last_prompts, episodes = collect(policy, players, args)
+        times.append(time.perf_counter())
+        minibatches = make_minibatches(steps, args)
+        score(policy, minibatches)
+        stats = add_advantages(steps, policy.values(last_prompts), args)
+        times.append(time.perf_counter())
+        stats |= update(policy, optimizer, minibatches, args, value_only=u <= args.value_warmup)
+        times.append(time.perf_counter())
+
+        row = {"update": u, "global_step": u * rollout_steps, "episodes": gather(episodes)}
+        recent = (recent + row["episodes"])[-100:]
+        # Short episodes, often successes, end first: no rate until every player has finished an episode.
+        fair = all(gather([player.episode > 1 for player in players]))
+        row |= charts(policy, steps, stats, times, recent if fair else [])
+        row["charts/learning_rate"] = rate
+        if u == num_updates or (args.eval_every and u % args.eval_every == 0):
+            evaluation, best = evaluate_and_keep_best(policy, eval_players, folder, best)
+            row |= evaluation
+        write_row(folder, row, args)
+        # Last: a run that is killed earlier repeats this update.
+        save_checkpoint(folder, policy, optimizer, players, update=u, best=best, recent=recent)
+    save_adapter(policy, folder / "adapter")
+
+
+# ------------------------------------------------- loading a model, and what differs between their families
 
 
 def load_processor(path, max_image_tokens):
@@ -408,13 +810,26 @@ def load_processor(path, max_image_tokens):
     return processor
 
 
+def load_vlm(args: Args):
+    """The pretrained model. UserError if its folder lacks weights: they would be random."""
+    # On an H100, torch 2.13 prefers cuDNN's attention, whose gradient is NaN for masked batches of some
+    # lengths (github.com/pytorch/pytorch/issues/196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    options = {"dtype": getattr(torch, args.dtype), "output_loading_info": True}
+    vlm, loaded = AutoModelForImageTextToText.from_pretrained(args.model, **options)
+    if loaded["missing_keys"]:
+        missing = min(loaded["missing_keys"])
+        raise envs.UserError(f"--model {args.model} is not complete: it has no {missing}")
+    return vlm
+
+
 def add_lora(vlm, args: Args) -> PeftModel:
     """The frozen VLM with adapters (in fp32, PEFT's default): new ones, or those of --adapter."""
     if args.adapter:
         model = PeftModel.from_pretrained(vlm, args.adapter, is_trainable=True)
     else:
-        # Deviation 6: LoRA on all linear layers of the language model, but a mixture of experts' routers. The
-        # released code's names also match parts of some vision towers.
+        # Deviation 16: LoRA on all linear layers of the language model, but a mixture of experts' routers.
+        # The released code's names also match parts of some vision towers.
         decoder = vlm.get_decoder()
         [decoder_name] = [name for name, module in vlm.named_modules() if module is decoder]
         names = set()
@@ -427,9 +842,12 @@ def add_lora(vlm, args: Args) -> PeftModel:
         lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=pattern)
         model = get_peft_model(vlm, lora)
     for module in vlm.modules():
-        # Deviation 7: no dropout, or the ratio would not be 1 before anything is learned.
+        # Deviation 17: no dropout, or the ratio would not be 1 before anything is learned.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for name, x in list(vars(module).items()):
+            if "dropout" in name and isinstance(x, float):  # attention has its rate as a number
+                setattr(module, name, 0.0)
         if isinstance(module, BaseTunerLayer):  # LoRA under autocast needs no fp32 copy of its input
             module.cast_input_dtype_enabled = False
     if args.gradient_checkpointing:
@@ -440,528 +858,71 @@ def add_lora(vlm, args: Args) -> PeftModel:
     return model
 
 
-# What a processor returns for every token of a prompt; all else is of its images.
-PER_TOKEN = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
-
-
-class VLMPolicy(nn.Module):
-    """A VLM with LoRA on its language model, and a value head on the last prompt token's hidden state.
-
-    `forward` scores the distribution that `sample` draws from: the same temperature, the same banned tokens.
-    """
-
-    def __init__(self, args: Args):
-        super().__init__()
-        # On an H100, torch 2.13 prefers cuDNN's attention, whose gradient is NaN for masked batches of some
-        # lengths (github.com/pytorch/pytorch/issues/196678).
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        self.args = args
-        self.processor = load_processor(args.model, args.max_image_tokens)
-        self.tokenizer = self.processor.tokenizer
-        vlm = AutoModelForImageTextToText.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
-        self.peft_model = add_lora(vlm, args)
-        self.vlm = vlm  # with adapters inside
-        text_config = vlm.config.get_text_config()
-        self.logit_cap = getattr(text_config, "final_logit_softcapping", None)  # of Gemma 4
-
-        # Deviation 8: the value head is fp32. The released one is fp16, too coarse for small errors.
-        sizes = [text_config.hidden_size, *args.value_hidden]
-        layers = []
-        for size, next_size in itertools.pairwise(sizes):
-            layers += [nn.Linear(size, next_size), nn.ReLU()]
-        self.value_head = nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
-        self.to(args.device)
-        bf16 = args.dtype == "bfloat16"
-        self.autocast = torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=bf16)
-
-        # Stop ids are the checkpoint's and the tokenizer's: Gemma 3's end of a turn is only among the former.
-        stop_ids = vlm.generation_config.eos_token_id
-        stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
-        stop_ids = {*stop_ids, self.tokenizer.eos_token_id} - {None}
-        self.stop_ids = torch.tensor(sorted(stop_ids), device=args.device)
-        # A sampled image placeholder would ask the next forward pass for an image that is not there.
-        names = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
-        self.banned_ids = sorted({getattr(vlm.config, name, None) for name in names} - {None})
-        self.pad_id = self.tokenizer.pad_token_id
-        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        self.special_tokens = re.compile("|".join(map(re.escape, special)))
-
-        # Deviation 9: sampled at temperature 1 from the whole vocabulary. The released code has top_k 1, that
-        # is, argmax: nothing is explored, and PPO's ratio is not that of the policy that acted. The hub's
-        # configuration has it too, and is replaced as a whole.
-        vlm.generation_config = GenerationConfig(
-            do_sample=True,
-            temperature=args.temperature,
-            top_k=0,
-            max_new_tokens=args.max_new_tokens,
-            suppress_tokens=self.banned_ids or None,
-            eos_token_id=self.stop_ids.tolist(),
-            pad_token_id=self.pad_id,
-        )
-        self.check_frames()
-
-    def check_frames(self):
-        """UserError unless a frame is one run of placeholders, equally long alone and beside another."""
-        blank = np.zeros((480, 640, 3), np.uint8)
-        runs = []
-        for count in (1, 2):
-            messages = build_prompt([{"text": ""}] * count, ["go"], "go", 0, 1)
-            prompt = self.encode(messages, [blank] * count)
-            ids, lengths = torch.unique_consecutive(prompt["input_ids"], return_counts=True)
-            runs += lengths[torch.isin(ids, torch.tensor(self.banned_ids))].tolist()
-        if len(runs) != 3 or len(set(runs)) != 1:
-            words = f"one frame and two frames are runs of {runs} placeholders, and not three equal ones"
-            raise envs.UserError(f"{self.args.model} is not supported: {words}")
-
-    def lora_parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.peft_model.parameters() if p.requires_grad]
-
-    def encode(self, messages, frames) -> dict:
-        """A prompt as the model's inputs, on the CPU: ids and mask (1, P), the pixels of its frames."""
-        [message] = messages
-        *images, text = message["content"]
-        # A page in the world may show special tokens: they must not become the chat format.
-        text = text | {"text": self.special_tokens.sub(" ", text["text"])}
-        messages = [message | {"content": [*images, text]}]
-        chat = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        pictures = [Image.fromarray(frame) for frame in frames]
-        # No special tokens are added: Gemma's template has written the one at the beginning already.
-        options = {"add_special_tokens": False, "return_tensors": "pt"}
-        return dict(self.processor(text=[chat], images=[pictures], **options))
-
-    def inputs(self, prompts, tokens, mask) -> dict:
-        """B encoded prompts, each followed by its response, for the model: ids and mask (B, P + R), pixels.
-
-        Prompts are padded on the left and responses on the right, so that all responses start in column P.
-        """
-        response = {"input_ids": tokens, "attention_mask": mask}
-        images_dim = 1 if "pixel_attention_mask" in prompts[0] else 0  # SmolVLM's pixels: (1, images, ...)
-        inputs = {}
-        for key in prompts[0]:
-            parts = [prompt[key] for prompt in prompts]
-            if key in PER_TOKEN:  # (1, P)
-                rows = [part[0] for part in parts]
-                pad = self.pad_id if key == "input_ids" else 0
-                x = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")  # (B, P)
-                after = response.get(key, torch.zeros_like(tokens))  # token type 0 is text
-                inputs[key] = torch.cat([x.to(tokens.device), after], dim=1)  # (B, P + R)
-            else:  # all images (or their patches, or their sizes), one after another
-                inputs[key] = torch.cat(parts, dim=images_dim).to(tokens.device)
-        return inputs
-
-    def no_response(self, B) -> torch.Tensor:
-        """Tokens, or the mask, of B responses that have not begun: (B, 0)."""
-        return torch.zeros(B, 0, dtype=torch.long, device=self.args.device)
-
-    @torch.no_grad()
-    def sample(self, prompts) -> list[torch.Tensor]:
-        """The tokens (R,) of B responses, each up to its first stop id or to max_new_tokens."""
-        self.eval()  # in train mode with gradient checkpointing, generate() returns garbage
-        nothing = self.no_response(len(prompts))
-        inputs = self.inputs(prompts, nothing, nothing)
-        with self.autocast:
-            output = self.vlm.generate(**inputs)
-        tokens = output[:, inputs["input_ids"].shape[1] :]  # (B, R)
-        stops = torch.isin(tokens, self.stop_ids).long()
-        stops_before = stops.cumsum(1) - stops  # (B, R), strictly before this column
-        lengths = (stops_before == 0).sum(1)  # (B,)
-        return [row[:length] for row, length in zip(tokens, lengths, strict=True)]
-
-    def decode(self, responses) -> list[str]:
-        """The texts of responses, each a tensor (R,), without their stop ids."""
-        return [self.tokenizer.decode(tokens[~torch.isin(tokens, self.stop_ids)]) for tokens in responses]
-
-    def forward(self, prompts, tokens, mask):
-        """Log-probabilities of responses and values of their prompts.
-
-        prompts       B of them, from `encode`
-        tokens, mask  (B, R); R may be 0 if only values are wanted
-        Returns logprobs (B, R) in nats, 0 where masked, and values (B,).
-        """
-        R = tokens.shape[1]
-        with self.autocast:
-            hidden = self.vlm.model(**self.inputs(prompts, tokens, mask), use_cache=False).last_hidden_state
-            hidden = hidden[:, -R - 1 :]  # (B, 1 + R, H): the last prompt token, then the response
-            lm_head = self.vlm.get_output_embeddings()
-            logits = lm_head(hidden[:, :-1])  # (B, R, vocabulary), each from the token before
-        # Deviation 10: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16, at
-        # a probability of 1 % in steps of a third of the clip range. The head stays in bfloat16: in fp32 it
-        # was tried, and the ratios were hardly more exact, as the hidden states are rounded as coarsely.
-        logits = logits.float()
-        if self.logit_cap:
-            logits = self.logit_cap * (logits / self.logit_cap).tanh()
-        logits = logits / self.args.temperature
-        logits[..., self.banned_ids] = -torch.inf
-        logprobs = logits.log_softmax(2).gather(2, tokens[..., None])[..., 0]  # (B, R)
-        state = hidden[:, 0].float()  # (B, H)
-        if self.args.stop_grad:
-            state = state.detach()  # Eq. 4
-        values = self.value_head(state)[:, 0]  # in fp32, outside autocast
-        return logprobs.masked_fill(mask == 0, 0), values
-
-
-# -------------------------------------------------------------------------------------------- the rollout
-
-
-def training_seed(*numbers) -> int:
-    """A seed for training, in [2^30, 2^31); evaluation uses 0, 1, 2, ..."""
-    return 2**30 + int(np.random.SeedSequence(numbers).generate_state(1)[0]) % 2**30
-
-
-class Player:
-    """One environment, and what its prompt needs: the last k observations and the actions so far."""
-
-    def __init__(self, args: Args, index=0):
-        self.args, self.index = args, index
-        self.episode = 0  # training episodes that have begun
-        limits = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
-        self.env = envs.make_env(args.env, split=args.split, **limits)
-
-    def reset(self, seed):
-        """Begin the episode of this seed: an episode is a function of its seed and its actions."""
-        self.seed, self.actions, self.total = seed, [], 0.0
-        with envs.traced(self.seed, self.actions):
-            observation, self.info = self.env.reset(seed=seed)
-        self.task = self.info["task"]  # in later infos there need be none
-        self.observations = deque([observation], maxlen=self.args.num_images)
-
-    def next_episode(self):
-        self.reset(training_seed(self.args.seed, self.index, self.episode))
-        self.episode += 1
-
-    def turn(self):
-        """The user's turn for VLMPolicy.encode: messages and frames."""
-        newest = list(self.observations)
-        taken, left = len(self.actions), self.info["left"]
-        messages = build_prompt(newest, self.info["actions"], self.task, taken, left)
-        return messages, [observation["image"] for observation in newest]
-
-    def step(self, action: str | None):
-        """Play a parsed action, None if there was none. Returns reward, done, and whether it timed out."""
-        # Deviation 11: a response that does not parse ("" for the world) does nothing and costs its step. The
-        # released code plays a random action, and reinforces the response for what that action brought.
-        self.actions.append(str(action or ""))  # a world may have numpy's, which no checkpoint can hold
-        with envs.traced(self.seed, self.actions):
-            observation, reward, terminated, truncated, self.info = self.env.step(self.actions[-1])
-        self.observations.append(observation)
-        self.total += float(reward)
-        return float(reward), bool(terminated or truncated), bool(truncated and not terminated)
-
-    def result(self) -> dict:
-        """What is kept of an episode that has ended."""
-        success = self.info["success"]  # None: the world has told no flag
-        return {
-            "seed": self.seed,
-            "success": None if success is None else bool(success),
-            "return": self.total,
-            "length": len(self.actions),
-            "invalid": self.actions.count(""),
-        }
-
-
-@dataclass
-class Step:
-    """One environment step of one player."""
-
-    prompt: dict  # encoded
-    tokens: torch.Tensor  # (R,) the response, as sampled
-    response: str
-    action: str | None  # None if the response did not parse
-    reward: float
-    done: bool
-    timed_out: bool  # done only because of the time limit
-
-
-def act(policy, players) -> list[Step]:
-    """The next step of every player."""
-    # Deviation 12: all environments share each forward pass; the released code plays one at a time.
-    prompts = [policy.encode(*player.turn()) for player in players]
-    tokens = policy.sample(prompts)
-    responses = policy.decode(tokens)
-    steps = []
-    for i, player in enumerate(players):
-        action = parse_action(responses[i], player.info["actions"])
-        reward, done, timed_out = player.step(action)
-        steps.append(Step(prompts[i], tokens[i], responses[i], action, reward, done, timed_out))
-    return steps
-
-
-def collect(policy, players, args: Args):
-    """T steps of N players, and a new episode wherever one ends.
-
-    Returns the B = T * N steps, of which step t of player n is number t * N + n; the N prompts that follow;
-    and the results of the episodes that have ended.
-    """
-    steps, episodes = [], []
-    for _ in range(args.num_steps):
-        for player, step in zip(players, act(policy, players), strict=True):
-            steps.append(step)
-            if step.done:
-                episodes.append(player.result())
-                player.next_episode()
-    last_prompts = [policy.encode(*player.turn()) for player in players]
-    return steps, last_prompts, episodes
-
-
-# -------------------------------------------------------------------- minibatches, scores and advantages
-
-
-@dataclass
-class MicroBatch:
-    """B environment steps that share a forward pass, both when they are scored and when they are trained."""
-
-    rows: list[int]  # B numbers of steps of the rollout
-    prompts: list[dict]  # B
-    tokens: torch.Tensor  # (B, R)
-    mask: torch.Tensor  # (B, R)
-    weights: torch.Tensor  # (B, R) the surrogate's mask, 0 or 1; the losses in extras/ take fractions
-    # `score` adds:
-    logprobs: torch.Tensor | None = None  # (B, R) under the policy that sampled
-    baselogprobs: torch.Tensor | None = None  # (B, R) under the model without its adapter
-    # `add_advantages` adds:
-    advantages: torch.Tensor | None = None  # (B,) normalised
-    returns: torch.Tensor | None = None  # (B,)
-
-
-def make_minibatches(steps, args: Args) -> list[list[MicroBatch]]:
-    """The steps of a rollout in random minibatches, each a list of micro-batches."""
-    # Deviation 13: drawn once, before scoring; the released code draws anew for each epoch. With the same
-    # neighbours and padding the rounding is the same: on a CPU the first ratio is 1 to the bit, in bfloat16
-    # too. On a GPU that is not measured: attention may use another kernel without gradients.
-
-    def length(row):
-        return steps[row].prompt["input_ids"].shape[1] + len(steps[row].tokens)
-
-    num_minibatches = math.ceil(len(steps) * WORLD_SIZE / args.minibatch_size)
-    minibatches = []
-    for minibatch_rows in torch.randperm(len(steps)).chunk(num_minibatches):
-        # Similar lengths save padding. The longest come first: a lack of memory mostly shows at once.
-        minibatch_rows = sorted(minibatch_rows.tolist(), key=length, reverse=True)
-        minibatch = []
-        for start in range(0, len(minibatch_rows), args.micro_batch_size):
-            rows = minibatch_rows[start : start + args.micro_batch_size]
-            responses = [steps[row].tokens for row in rows]
-            tokens = pad_sequence(responses, batch_first=True)  # (B, R)
-            mask = pad_sequence([torch.ones_like(response) for response in responses], batch_first=True)
-            minibatch.append(MicroBatch(rows, [steps[row].prompt for row in rows], tokens, mask, mask))
-        minibatches.append(minibatch)
-    return minibatches
-
-
-@torch.no_grad()
-def score(policy, minibatches, last_prompts):
-    """Add log-probabilities, of the policy that sampled and of the base, to the micro-batches.
-
-    Returns the values (B,) of all steps, and those (N,) of the states after the rollout, if there are any.
-    """
-    # A forward pass like the one that is trained, as generate() rounds in other ways. How far the ratios of
-    # the first minibatch still are from 1 is logged as ratio_first.
-    policy.eval()
-    micro_batches = list(itertools.chain(*minibatches))
-    B = sum(len(micro.rows) for micro in micro_batches)
-    values = torch.zeros(B, device=policy.args.device)
-    for micro in micro_batches:
-        micro.logprobs, step_values = policy(micro.prompts, micro.tokens, micro.mask)
-        values[micro.rows] = step_values
-    with policy.peft_model.disable_adapter():  # once, as it walks through the whole model
-        for micro in micro_batches:
-            micro.baselogprobs, _ = policy(micro.prompts, micro.tokens, micro.mask)
-    last_values = torch.zeros(0)
-    if last_prompts:
-        nothing = policy.no_response(len(last_prompts))  # values need none
-        _, last_values = policy(last_prompts, nothing, nothing)
-    return values, last_values
-
-
-def add_advantages(steps, minibatches, values, last_values, args: Args) -> dict[str, float | None]:
-    """Add advantages, normalised over the rollout, and returns to the micro-batches.
-
-    values, last_values  (B,) and (N,), of `score`
-    Returns statistics for the log.
-    """
-    values = values.view(-1, len(last_values))  # (T, N)
-
-    def of_steps(name):
-        column = [getattr(step, name) for step in steps]
-        return torch.tensor(column, device=values.device).view_as(values)  # (T, N)
-
-    rewards, dones, timed_out = of_steps("reward"), of_steps("done"), of_steps("timed_out")
-    # Deviation 14: at a time-out the reward is replaced by V(s_t) and the episode ends: the step has return
-    # V(s_t) and advantage 0 before the normalisation, and the steps before it bootstrap from V(s_t). The
-    # released code has this in MiniWorld only. Why: MiniWorld's -1 at a time-out says little about the last
-    # actions, and made learning slower (docs/study.md).
-    rewards = torch.where(timed_out, values, rewards)
-    advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
-
-    all_advantages = torch.cat(gather([advantages.cpu()]))  # of the whole rollout, in all processes
-    mean, std = all_advantages.mean().item(), all_advantages.std().item()
-    normalised = (advantages.flatten() - mean) / (std + 1e-8)  # (B,)
-    for micro in itertools.chain(*minibatches):
-        micro.advantages = normalised[micro.rows]
-        micro.returns = returns.flatten()[micro.rows]
-
-    variance = returns.var().item()
-    unexplained = (returns - values).var().item()
-    explained = 1 - unexplained / variance if variance > 0 else None
-    return {"explained_variance": explained, "advantage_std": std}
-
-
-# --------------------------------------------------------------------------------------------- the update
-
-
-def update(policy, optimizer, minibatches, args: Args, value_only=False, surrogate=policy_loss):
-    """`update_epochs` passes over a rollout (Eq. 6). Returns means of the losses and diagnostics.
-
-    value_only  train the value head alone (warm-up)
-    surrogate   the policy loss: Eq. 3, or another algorithm's, with the same arguments
-    """
-    policy.train()  # for gradient checkpointing
-    lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
-    stats, sizes = [], []  # of each micro-batch: its losses, and how many steps they are means of
-    norms = []  # of each minibatch's gradients: LoRA's, and the value head's
-    ratio_first = 0.0
-    for epoch in range(args.update_epochs):
-        if epoch > 0:
-            minibatches = random.sample(minibatches, len(minibatches))  # the same ones in a new order
-        for number, minibatch in enumerate(minibatches):
-            optimizer.zero_grad()
-            B = sum(len(micro.rows) for micro in minibatch)
-            for micro in minibatch:
-                mask, logprobs = micro.mask, micro.logprobs
-                newlogprobs, values = policy(micro.prompts, micro.tokens, mask)
-                pg_loss = surrogate(newlogprobs, logprobs, micro.advantages, micro.weights, args.clip_coef)
-                v_loss = value_loss(values, micro.returns)  # Eq. 4
-                if args.kl_ref == "base":
-                    kl = kl_base(newlogprobs, micro.baselogprobs, mask)
-                else:
-                    kl = kl_old(newlogprobs, logprobs, mask)  # Eq. 5
-                if value_only:  # the policy loss is only for the log
-                    loss = args.vf_coef * v_loss
-                else:
-                    loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss  # Eq. 6
-                (loss * len(micro.rows) / B).backward()
-
-                with torch.no_grad():
-                    logratio = newlogprobs - logprobs
-                    ratio = logratio.exp()
-                    if epoch == 0 and number == 0:
-                        ratio_first = max(ratio_first, (ratio - 1).abs().max().item())
-                    clipped = ((ratio - 1).abs() > args.clip_coef).float()
-                    losses = {
-                        "policy_loss": pg_loss,
-                        "value_loss": v_loss,
-                        "approx_kl": step_mean((ratio - 1) - logratio, mask),  # D(old || new), as in CleanRL
-                        "clipfrac": step_mean(clipped, mask),
-                        # Of the policy that sampled, estimated from its tokens:
-                        "kl_base": kl_base(logprobs, micro.baselogprobs, mask),
-                        "entropy": -step_mean(logprobs, mask),
-                    }
-                stats.append({name: loss.item() for name, loss in losses.items()})
-                sizes.append(len(micro.rows))
-
-            if value_only:
-                policy.peft_model.zero_grad()  # with --stop_grad false, the value loss has reached LoRA
-            average_gradients([*lora, *value_head])
-            # Deviation 15: LoRA and the value head are clipped separately. One norm over both would couple
-            # them: a large value gradient would shrink the policy's step.
-            # Deviation 16: NaN or infinity ends the run before it touches a weight; the released code skips a
-            # response whose log-probability is NaN, and checks no gradient.
-            norm_lora = nn.utils.clip_grad_norm_(lora, args.max_grad_norm, error_if_nonfinite=True)
-            norm_value = nn.utils.clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
-            norms.append([norm_lora.item(), norm_value.item()])
-            optimizer.step()
-
-    means = {}
-    for name in stats[0]:
-        means[name] = np.average([losses[name] for losses in stats], weights=sizes).item()
-    means["grad_norm_lora"], means["grad_norm_value"] = np.mean(norms, axis=0).tolist()
-    return means | {"ratio_first": max(gather([ratio_first]))}
-
-
-# ------------------------------------------------------------------------------------------- the training
-
-
-def cosine(u, num_updates, start, end) -> float:
-    """The learning rate of an update in [0, num_updates): from start down to end, once.
-
-    >>> [round(cosine(u, 3, 1.0, 0.0), 3) for u in range(3)]
-    [1.0, 0.5, 0.0]
-    """
-    # Deviation 17: one cosine over the planned updates; the released one has a fixed period and rises again.
-    progress = u / max(1, num_updates - 1)
-    return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def make_optimizer(policy, args: Args):
-    """Adam over LoRA and the value head."""
-    parameters = [*policy.lora_parameters(), *policy.value_head.parameters()]
-    eps = 1e-7  # the released code's
-    return torch.optim.Adam(parameters, lr=args.learning_rate, eps=eps, fused=True)
-
-
-def train(args: Args, folder: Path, surrogate=policy_loss, token_weights=None):
-    """A whole training. Writes log.jsonl, checkpoint.pt, best/ and adapter/ into the run's folder.
-
-    surrogate, token_weights  for another algorithm (extras/rl4vlm.py): its policy loss, and a function of
-                              (policy, micro-batch) that gives the weights (B, R) which this loss takes
-    """
-    N = args.num_envs // WORLD_SIZE  # players of this process
-    players = [Player(args, RANK * N + n) for n in range(N)]
-    eval_args = dataclasses.replace(args, split="eval")
-    eval_players = [Player(eval_args) for _ in range(min(N, args.eval_episodes))]
-    set_seed(args.seed)  # so that all processes begin with the same weights
-    policy = VLMPolicy(args)
-    say(f"LoRA is on {len(policy.lora_parameters()) // 2} linear layers of the language model")
-    optimizer = make_optimizer(policy, args)
-    rollout_steps = args.num_envs * args.num_steps
-    num_updates = args.total_timesteps // rollout_steps
-    if (folder / "checkpoint.pt").exists():
-        state = load_checkpoint(folder, policy, optimizer, players)
-        first, best, recent = state["update"] + 1, state["best"], state["recent"]
-    else:
-        for player in players:
-            player.next_episode()
-        first, recent = 1, []  # recent: the last 100 episodes
-        evaluation, best = evaluate_and_keep_best(policy, eval_players, folder, best=())
-        write_row(folder, {"update": 0, "global_step": 0} | evaluation, args)
-        save_checkpoint(folder, policy, optimizer, players, update=0, best=best, recent=recent)
-
-    updates = range(first, num_updates + 1)
-    for u in tqdm(updates, initial=first - 1, total=num_updates, disable=True if RANK else None):
-        set_seed(training_seed(args.seed, RANK, u))  # a resumed run goes on as if it had never stopped
-        rate = cosine(u - 1, num_updates, args.learning_rate, args.final_learning_rate)
-        optimizer.param_groups[0]["lr"] = rate
-
-        times = [time.perf_counter()]
-        steps, last_prompts, episodes = collect(policy, players, args)
-        times.append(time.perf_counter())
-        minibatches = make_minibatches(steps, args)
-        values, last_values = score(policy, minibatches, last_prompts)
-        stats = add_advantages(steps, minibatches, values, last_values, args)
-        if token_weights:
-            for micro in itertools.chain(*minibatches):
-                micro.weights = token_weights(policy, micro)
-        times.append(time.perf_counter())
-        value_only = u <= args.value_warmup
-        stats |= update(policy, optimizer, minibatches, args, value_only, surrogate)
-        times.append(time.perf_counter())
-
-        row = {"update": u, "global_step": u * rollout_steps, "episodes": gather(episodes)}
-        recent = (recent + row["episodes"])[-100:]
-        # Short episodes, often successes, end first: no rate until every player has finished an episode.
-        fair = all(gather([player.episode > 1 for player in players]))
-        row |= charts(policy, steps, stats, times, recent if fair else [])
-        row["charts/learning_rate"] = rate
-        if u == num_updates or (args.eval_every and u % args.eval_every == 0):
-            evaluation, best = evaluate_and_keep_best(policy, eval_players, folder, best)
-            row |= evaluation
-        write_row(folder, row, args)
-        # Last: a run that is killed earlier repeats this update.
-        save_checkpoint(folder, policy, optimizer, players, update=u, best=best, recent=recent)
-    save_adapter(policy, folder / "adapter")
+def special_ids(vlm, tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that end a response, and those that must not be in one."""
+    # Stop ids are the checkpoint's and the tokenizer's: Gemma 3's end of a turn is only among the former.
+    stop_ids = vlm.generation_config.eos_token_id
+    stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
+    stop_ids = {*stop_ids, tokenizer.eos_token_id} - {None}
+    # A sampled image placeholder would ask the next forward pass for an image that is not there.
+    names = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
+    placeholders = {getattr(vlm.config, name, None) for name in names} - {None}
+    return sorted(stop_ids), sorted(placeholders)
+
+
+def check_frames(policy):
+    """UserError unless a frame is one run of placeholders, equally long alone and beside another."""
+    blank = np.zeros((480, 640, 3), np.uint8)
+    runs = []
+    for count in (1, 2):
+        prompt = policy.encode("", [blank] * count)
+        ids, lengths = torch.unique_consecutive(prompt["input_ids"], return_counts=True)
+        runs += lengths[torch.isin(ids, torch.tensor(policy.banned_ids))].tolist()
+    if len(runs) != 3 or len(set(runs)) != 1:
+        words = f"one frame and two frames are runs of {runs} placeholders, and not three equal ones"
+        raise envs.UserError(f"{policy.args.model} is not supported: {words}")
+
+
+# -------------------------------------------------------------- several processes (torchrun), and messages
+
+
+def join_processes(args: Args, folder):
+    """Meet the other processes of torchrun. Returns the options and the folder of the first one."""
+    cuda = args.device == "cuda"
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # The processes wait for each other as long as the toy's lesson or an update may take.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(days=1))
+    return gather([(args, folder)])[0]
+
+
+def gather(items: list) -> list:
+    """The items of all processes in one list, by rank."""
+    if WORLD_SIZE == 1:
+        return items
+    parts = [None] * WORLD_SIZE
+    dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def average_gradients(parameters):
+    """Average gradients over processes. Their parts are equally large: the whole minibatch's gradient."""
+    for parameter in parameters:
+        if WORLD_SIZE > 1 and parameter.grad is not None:  # in the warm-up, LoRA has none
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= WORLD_SIZE
+
+
+def say(text):
+    """Print a line above the progress bar, in the first process only."""
+    if RANK == 0:
+        tqdm.write(text)
+        sys.stdout.flush()
 
 
 # -------------------------------------------------------------------------------------------- evaluation
+
+BAR_INTERVAL = 0.1 if sys.stderr.isatty() else 10  # seconds between two states of a progress bar
 
 
 def evaluate(policy, players, seeds, act=act) -> list[dict]:
@@ -1007,21 +968,56 @@ def summary(episodes) -> dict[str, float | None]:
 def evaluate_and_keep_best(policy, players, folder: Path, best):
     """An evaluation for the log, if it is asked for; an adapter that is better than all before goes to best/.
 
-    best  the highest (success rate, return) so far, () if there is none. Returns the row's part, and the new
-          best. The best rate is somewhat too high: it is the maximum of several on the same seeds.
+    best  the highest (success rate, return) so far, None before the first. Returns the row's part, and the
+          new best. The best rate is somewhat too high: it is the maximum of several on the same seeds.
     """
     args = policy.args
     if args.eval_episodes == 0:
         return {}, best
     result = summary(evaluate(policy, players, range(args.eval_episodes)))
     reached = (result["success_rate"] or 0.0, result["episodic_return"])
-    if reached > best:
+    if best is None or reached > best:
         save_adapter(policy, folder / "best")
         best = reached
     return {f"eval/{name}": x for name, x in result.items()}, best
 
 
 # ---------------------------------------------------------------------------- the log and the checkpoint
+
+
+class UpdateLog:
+    """What the log keeps of an update: means over its micro-batches, by their numbers of steps."""
+
+    def __init__(self, args: Args):
+        self.clip_coef = args.clip_coef
+        self.ratio_first = 0.0  # largest |ratio - 1| in the first minibatch
+        self.losses, self.sizes = [], []  # of each micro-batch: its losses, and how many steps it has
+        self.norms = []  # of each minibatch's gradients: LoRA's, and the value head's
+
+    @torch.no_grad()
+    def micro_batch(self, losses, newlogprobs, logprobs, baselogprobs, mask):
+        """losses: scalars by name; the others (B, R)."""
+        logratio = newlogprobs - logprobs
+        ratio = logratio.exp()
+        distance = (ratio - 1).abs()
+        if not self.norms:  # no step has been made yet
+            self.ratio_first = max(self.ratio_first, distance.max().item())
+        losses = losses | {
+            "approx_kl": step_mean((ratio - 1) - logratio, mask),  # D(old || new), as in CleanRL
+            "clipfrac": step_mean((distance > self.clip_coef).float(), mask),
+            # Of the policy that sampled, estimated from its tokens:
+            "kl_base": kl_base(logprobs, baselogprobs, mask),
+            "entropy": -step_mean(logprobs, mask),
+        }
+        self.losses.append({name: loss.item() for name, loss in losses.items()})
+        self.sizes.append(len(mask))
+
+    def means(self) -> dict[str, float]:
+        found = {"ratio_first": max(gather([self.ratio_first]))}
+        for name in self.losses[0]:
+            found[name] = np.average([losses[name] for losses in self.losses], weights=self.sizes).item()
+        found["grad_norm_lora"], found["grad_norm_value"] = np.mean(self.norms, axis=0).tolist()
+        return found
 
 
 def charts(policy, steps, losses, times, episodes) -> dict:
@@ -1100,7 +1096,8 @@ def save_adapter(policy, folder: Path):
     if RANK > 0:
         return
     building = folder.with_name(folder.name + ".tmp")
-    policy.peft_model.save_pretrained(building)
+    # PEFT's default would ask the hub whether the vocabulary has changed.
+    policy.peft_model.save_pretrained(building, save_embedding_layers=False)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(building, folder)
 
@@ -1149,8 +1146,41 @@ def load_checkpoint(folder: Path, policy, optimizer, players) -> dict:
     return state
 
 
+def begin_or_resume(folder: Path, policy, optimizer, players, eval_players) -> dict:
+    """Begin a run, or go on with one that has a checkpoint. Returns that checkpoint's numbers."""
+    say(f"LoRA is on {len(policy.lora_parameters()) // 2} linear layers of the language model")
+    if (folder / "checkpoint.pt").exists():
+        return load_checkpoint(folder, policy, optimizer, players)
+    for player in players:
+        player.next_episode()
+    evaluation, best = evaluate_and_keep_best(policy, eval_players, folder, best=None)
+    write_row(folder, {"update": 0, "global_step": 0} | evaluation, policy.args)
+    state = {"update": 0, "best": best, "recent": []}
+    save_checkpoint(folder, policy, optimizer, players, **state)
+    return state
+
+
 # -------------------------------------------------------------------------------------------- the options
 
+# What worlds change in Args, and what the toy does. The world wins over the toy (but for
+# gradient_checkpointing), and the command line over both.
+CARDS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0}
+LONG_PROMPTS = {"num_images": 1, "gradient_checkpointing": True}
+WORLDS = {
+    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # TOY has fewer
+    **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARDS),
+    **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPTS),
+}
+TOY = {
+    "total_timesteps": 20_480,
+    "num_images": 1,
+    "max_image_tokens": 16,
+    "max_new_tokens": 40,
+    "micro_batch_size": 64,
+    "learning_rate": 1e-3,
+    "final_learning_rate": 2e-5,
+    "value_hidden": [256, 256],
+}
 MAY_BE_ZERO = {"seed", "value_warmup", "eval_episodes", "eval_every"}  # of the options that count something
 # Options that may differ when a run is resumed.
 MAY_CHANGE = {"device", "micro_batch_size", "gradient_checkpointing", "track", "resume"}
@@ -1170,47 +1200,61 @@ def load_args(folder, options=Args, exact=False) -> Args:
 
 def mistakes(args: Args) -> list[str]:
     """What a person mistyped, in words, before a model is loaded."""
-    found = []
+    rules = []  # whether each holds, and what to say if not
     for name, x in vars(args).items():
         least = 0 if name in MAY_BE_ZERO else 1
-        numbers = x if isinstance(x, list) else [x]
-        if any(type(number) is int and number < least for number in numbers):
-            found.append(f"--{name} must be at least {least}")
+        counts = [count for count in (x if isinstance(x, list) else [x]) if type(count) is int]
+        rules.append((all(count >= least for count in counts), f"--{name} must be at least {least}"))
     for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(args, name) <= 1:
-            found.append(f"--{name} must be between 0 and 1")
-    for name in ("learning_rate", "final_learning_rate", "temperature"):
-        if not getattr(args, name) > 0:
-            found.append(f"--{name} must be above 0")
+        rules.append((0 <= getattr(args, name) <= 1, f"--{name} must be between 0 and 1"))
+    for name in ("vf_coef", "kl_coef"):
+        rules.append((getattr(args, name) >= 0, f"--{name} must be at least 0"))
+    for name in ("learning_rate", "final_learning_rate", "temperature", "clip_coef", "max_grad_norm"):
+        rules.append((getattr(args, name) > 0, f"--{name} must be above 0"))
     steps = args.num_envs * args.num_steps
-    if steps > args.total_timesteps or steps % max(1, args.minibatch_size):
-        words = "must be a multiple of --minibatch_size and at most --total_timesteps"
-        found.append(f"num_envs * num_steps = {steps} {words}")
-    if args.num_envs % WORLD_SIZE or args.minibatch_size % WORLD_SIZE:
-        found.append(f"--num_envs and --minibatch_size must be multiples of the {WORLD_SIZE} processes")
-    if args.track and find_spec("wandb") is None:
-        found.append("--track needs Weights & Biases: pip install wandb")
+    rollout, processes = f"num_envs * num_steps = {steps}", f"a multiple of the {WORLD_SIZE} processes"
+    rules += [
+        (steps >= 2, f"{rollout} must be at least 2, or no advantage can be normalised"),
+        (steps <= args.total_timesteps, f"{rollout} must be at most --total_timesteps"),
+        (steps % max(1, args.minibatch_size) == 0, f"{rollout} must be a multiple of --minibatch_size"),
+        (args.num_envs % WORLD_SIZE == 0, f"--num_envs must be {processes}"),
+        (args.minibatch_size % WORLD_SIZE == 0, f"--minibatch_size must be {processes}"),
+        (WORLD_SIZE == 1 or ":" not in args.device, "--device must have no number: each process has its GPU"),
+        (not args.track or find_spec("wandb"), "--track needs Weights & Biases: pip install wandb"),
+    ]
+    found = [words for holds, words in rules if not holds]
     if args.model != "tiny":
         try:
             if type(AutoConfig.from_pretrained(args.model)) not in PROCESSOR_MAPPING:
                 found.append(f"--model {args.model}: it takes no images")
-        except (OSError, ValueError) as reason:
-            reason = " ".join(str(reason).split())  # the hub's has several lines
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())  # the hub's has several lines
             found.append(f"--model {args.model}: {reason}")
     return found
 
 
-def parse_args(argv=None, options=Args, saved=None) -> Args:
-    """The options: the command line's, else those of a `saved` run, else the world's, the toy's, Args'."""
-    formatter = argparse.RawDescriptionHelpFormatter
+def make_parser(options) -> HfArgumentParser:
+    """Of command lines. --help has the module's docstring, and the comment beside each option."""
     about = sys.modules[options.__module__].__doc__
+    formatter = argparse.RawDescriptionHelpFormatter
     looks = {"description": about, "usage": "%(prog)s [options]", "formatter_class": formatter}
     parser = HfArgumentParser(options, allow_abbrev=False, **looks)
-    source = inspect.getsource(Args) + inspect.getsource(options)
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
+    comments = {}
+    for line in (inspect.getsource(Args) + inspect.getsource(options)).splitlines():
+        declaration, _, comment = line.partition("  # ")
+        name, _, _ = declaration.partition(":")
+        comments[name.strip()] = comment
     for action in parser._actions:
-        action.help = action.help or f"{comments.get(action.dest, '')} (default: %(default)s)"
-    given, _ = parser.parse_known_args(argv)  # which run, world and model set the defaults
+        action.help = action.help or f"{comments[action.dest]} (default: %(default)s)"
+    return parser
+
+
+def parse_args(argv=None, options=Args, saved=None) -> Args:
+    """The options: the command line's, else those of a `saved` run, else the world's, the toy's, Args'."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = make_parser(options)
+    # Which run, world and model set the defaults; --help is to show these.
+    given, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
     if given.resume:
         try:
             saved = load_args(given.resume, options, exact=True)
@@ -1244,7 +1288,18 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
     return args
 
 
-# ------------------------------------------------------------------------------------------------ the run
+# -------------------------------------------------------------------------------------------- the program
+
+
+def toy_folder(args: Args) -> str:
+    """The folder of the toy for these options, which another process teaches if there is none yet."""
+    script = Path(__file__).parent / "extras" / "toy.py"
+    if not script.exists():
+        raise envs.UserError(f"the toy model needs {script}; without it, give a --model")
+    command = [sys.executable, str(script), json.dumps(vars(args))]
+    alone = os.environ | {"WORLD_SIZE": "1"}  # where torchrun has set another
+    done = subprocess.run(command, env=alone, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.splitlines()[-1]
 
 
 def open_run(args: Args) -> Path:
@@ -1255,11 +1310,7 @@ def open_run(args: Args) -> Path:
     variant = [] if program == "vldac" else [program]
     name = "-".join([args.env, Path(args.model).name, *variant, str(args.seed)])
     name = args.run_name or re.sub(r"[^\w.-]+", "-", name)
-    if args.model == "tiny":
-        script = Path(__file__).parent / "extras" / "toy.py"
-        if not script.exists():
-            raise envs.UserError(f"the toy model needs {script}; without it, give a --model")
-        toy = runpy.run_path(str(script))["cached_folder"](args)
+    toy = toy_folder(args) if args.model == "tiny" else None
     for number in itertools.count(1):
         folder = Path(args.runs_dir, f"{name}-{number}" if number > 1 else name)
         try:
@@ -1268,14 +1319,11 @@ def open_run(args: Args) -> Path:
         except FileExistsError:  # a taken name gets -2, -3 ...
             continue
     (folder / "args.tmp").write_text(json.dumps(vars(args), indent=1))
-    if args.model == "tiny":
+    if toy:
         shutil.copytree(toy, folder / "base")
         args.model = str(folder / "base")
     os.replace(folder / "args.tmp", folder / "args.json")  # last: a folder with args.json is complete
     return folder
-
-
-# --------------------------------------------------------------------------------------------- the program
 
 
 def refuse(error):
@@ -1301,12 +1349,7 @@ def main(argv=None, options=Args, train=train):
         if RANK == 0:
             folder = open_run(args)  # it may teach the toy, so it comes before the others are joined
         if WORLD_SIZE > 1:
-            cuda = args.device.startswith("cuda")
-            if cuda:
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            # The processes wait for each other as long as the toy's lesson or an update may take.
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(days=1))
-            folder, args = gather([(folder, args)])[0]
+            args, folder = join_processes(args, folder)
         defaults = options(model=args.model, device=args.device, dtype=args.dtype)
         changed = [f"{name} {x}" for name, x in vars(args).items() if x != getattr(defaults, name)]
         say(f"{folder}: {args.model} on {args.device} in {args.dtype}")

@@ -5,6 +5,8 @@ mean of the others', and all its tokens share it; no critic, so what concerns on
 gae_lambda, value_warmup, value_hidden, stop_grad). KL term and cosine are VL-DAC's, as in its paper.
 
     python extras/loop.py --env OneRoom    takes vldac.py's options and --group_size; one process
+
+It has `collect`, `make_minibatches` and `train` of its own, and replaces vldac.policy_loss.
 """
 
 import dataclasses
@@ -13,6 +15,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -50,21 +53,18 @@ def leave_one_out(returns):
     return K / (K - 1) * (returns - means)
 
 
-def loop_loss(newlogprobs, logprobs, advantages, weights, clip_coef):
-    """LOOP's token-level surrogate (Eq. 10), its ratio clipped to [1/(1+c), 1+c], to minimise.
-
-    advantages  (B,)   of the step's episode
-    weights     (B, R) such that the mean over steps is one over episodes of means over their tokens
+def loop_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
+    """LOOP's token-level surrogate (Eq. 10): vldac.policy_loss with the ratio clipped to [1/(1+c), 1+c].
 
     >>> lp, one = torch.zeros(1, 1), torch.ones(1, 1)
     >>> loop_loss(lp - 1.0, lp, torch.tensor([-1.0]), one, clip_coef=0.25)  # exp(-1), clipped at 1 / 1.25
     tensor(0.8000)
     """
-    ratio = (newlogprobs - logprobs).masked_fill(weights == 0, 0).exp()
+    ratio = (newlogprobs - logprobs).masked_fill(mask == 0, 0).exp()
     advantages = advantages[:, None]
     clipped = ratio.clamp(1 / (1 + clip_coef), 1 + clip_coef)
     pg_loss = torch.max(-advantages * ratio, -advantages * clipped)  # (B, R)
-    return (pg_loss * weights).sum(1).mean()
+    return vldac.step_mean(pg_loss, mask)
 
 
 def collect(policy, players, args, update) -> list[list[vldac.Step]]:
@@ -83,31 +83,24 @@ def collect(policy, players, args, update) -> list[list[vldac.Step]]:
 
 
 def make_minibatches(episodes, args) -> list[list[vldac.MicroBatch]]:
-    """The steps of groups whose returns differ by 0.01 or so, with advantages and weights; perhaps none."""
+    """The steps of groups whose returns differ by 0.01 or so, with their advantages; perhaps none."""
     returns = [sum(step.reward for step in episode) for episode in episodes]  # not discounted
     returns = torch.tensor(returns).view(-1, args.group_size)  # (G, K)
     advantages = leave_one_out(returns)  # (G, K), not divided by their deviation
     useful = (advantages.abs() >= 0.01).any(1)  # (G,)
     useful = useful.repeat_interleave(args.group_size)  # (G * K,)
     steps = []
-    step_advantages, episode_tokens = [], []  # of each step's episode
     for episode, advantage, kept in zip(episodes, advantages.flatten(), useful, strict=True):
         if kept:
             steps += episode
             tokens = sum(len(step.tokens) for step in episode)
-            step_advantages += [advantage.item()] * len(episode)
-            episode_tokens += [tokens] * len(episode)
-    if not steps:
-        return []
-
-    minibatches = vldac.make_minibatches(steps, args)
-    step_advantages = torch.tensor(step_advantages, device=args.device)  # (B,)
-    episode_tokens = torch.tensor(episode_tokens, device=args.device)  # (B,)
-    weights = len(steps) / len(episodes) / episode_tokens  # (B,)
-    for micro in itertools.chain(*minibatches):
-        micro.advantages = step_advantages[micro.rows]
-        micro.weights = micro.mask * weights[micro.rows][:, None]  # (B, R)
-    return minibatches
+            for step in episode:
+                step.advantage = advantage.item() * len(step.tokens) / tokens
+    # The loss is a mean over a step's tokens, then over steps, and proportional to the advantage. With these
+    # two factors it is LOOP's: a mean over an episode's tokens, then over all episodes.
+    for step in steps:
+        step.advantage *= len(steps) / len(episodes)
+    return vldac.make_minibatches(steps, args) if steps else []
 
 
 def train(args, folder):
@@ -117,53 +110,46 @@ def train(args, folder):
     eval_players = [vldac.Player(eval_args) for _ in range(min(args.num_envs, args.eval_episodes))]
     vldac.set_seed(args.seed)
     policy = vldac.VLMPolicy(args)
-    vldac.say(f"LoRA is on {len(policy.lora_parameters()) // 2} linear layers of the language model")
     optimizer = vldac.make_optimizer(policy, args)
     unit = args.num_envs * args.num_steps  # environment steps of an update of VL-DAC: the schedule's unit
     num_updates = args.total_timesteps // unit
-    if (folder / "checkpoint.pt").exists():
-        state = vldac.load_checkpoint(folder, policy, optimizer, players=[])
-        u, step, best, recent = (state[name] for name in ("update", "step", "best", "recent"))
-    else:
-        u = step = 0
-        recent = []
-        evaluation, best = vldac.evaluate_and_keep_best(policy, eval_players, folder, best=())
-        vldac.write_row(folder, {"update": 0, "global_step": 0} | evaluation, args)
-        state = {"update": u, "step": step, "best": best, "recent": recent}
-        vldac.save_checkpoint(folder, policy, optimizer, players=[], **state)
+    state = vldac.begin_or_resume(folder, policy, optimizer, [], eval_players)  # no episode is half played
+    u, best, recent = state["update"], state["best"], state["recent"]
+    played = state.get("played", 0)  # environment steps
 
-    while step + unit <= args.total_timesteps:
+    while played + unit <= args.total_timesteps:
         u += 1
-        rate = vldac.cosine(step // unit, num_updates, args.learning_rate, args.final_learning_rate)
+        rate = vldac.cosine(played // unit, num_updates, args.learning_rate, args.final_learning_rate)
         optimizer.param_groups[0]["lr"] = rate
         vldac.set_seed(vldac.training_seed(args.seed, 0, u))
         times = [time.perf_counter()]
         episodes = collect(policy, players, args, u)
         times.append(time.perf_counter())
         minibatches = make_minibatches(episodes, args)
-        values, _ = vldac.score(policy, minibatches, last_prompts=[])
-        for micro in itertools.chain(*minibatches):
-            micro.returns = values[micro.rows]  # of no account: the value loss has the weight 0
+        vldac.score(policy, minibatches)
+        steps = list(itertools.chain(*episodes))
+        for step in steps:
+            step.ret = step.value  # of no account: the value loss has the weight 0
         times.append(time.perf_counter())
         losses = {}
         if minibatches:
-            losses = vldac.update(policy, optimizer, minibatches, args, surrogate=loop_loss)
+            with mock.patch.object(vldac, "policy_loss", loop_loss):  # for the length of this call
+                losses = vldac.update(policy, optimizer, minibatches, args)
         times.append(time.perf_counter())
 
         results = [player.result() for player in players]
         recent = (recent + results)[-100:]
-        steps = list(itertools.chain(*episodes))
-        step += len(steps)
-        row = {"update": u, "global_step": step, "episodes": results}
+        played += len(steps)
+        row = {"update": u, "global_step": played, "episodes": results}
         row |= vldac.charts(policy, steps, losses, times, recent)
         row["charts/learning_rate"] = rate
-        last = step + unit > args.total_timesteps
+        last = played + unit > args.total_timesteps
         if last or (args.eval_every and u % args.eval_every == 0):
             evaluation, best = vldac.evaluate_and_keep_best(policy, eval_players, folder, best)
             row |= evaluation
         vldac.write_row(folder, row, args)
-        state = {"update": u, "step": step, "best": best, "recent": recent}
-        vldac.save_checkpoint(folder, policy, optimizer, players=[], **state)
+        state = {"update": u, "played": played, "best": best, "recent": recent}
+        vldac.save_checkpoint(folder, policy, optimizer, [], **state)
     vldac.save_adapter(policy, folder / "adapter")
 
 

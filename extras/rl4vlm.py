@@ -4,18 +4,23 @@ What VL-DAC is compared with: one ratio per environment step instead of one per 
 log-probability has the weight lambda. Critic, KL term, warm-up and the rest are VL-DAC's, as in its paper.
 
     python extras/rl4vlm.py --env OneRoom    takes vldac.py's options and --thought_coef
+
+It replaces vldac.update.
 """
 
-import functools
+import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vldac  # noqa: E402
+from vldac import kl_base, kl_old, pad, value_loss  # noqa: E402
 
 
 @dataclass
@@ -41,26 +46,73 @@ def rl4vlm_loss(newlogprobs, logprobs, advantages, weights, clip_coef):
     return vldac.policy_loss(new, old, advantages, torch.ones_like(new), clip_coef)
 
 
-def thought_weights(policy, micro):
-    """Lambda on the thought's tokens of a micro-batch, 1 on the others, 0 where masked: (B, R).
+def thought_weights(policy, tokens) -> torch.Tensor:
+    """Lambda on the thought's tokens of a response, 1 on the others: (R_b,) -> (R_b,).
 
     The thought ends before the token in which the last "action" key begins; without a key all is thought.
     """
-    weights = micro.mask.float()
-    for b, length in enumerate(micro.mask.sum(1).tolist()):
-        tokens = micro.tokens[b, :length]
-        [response] = policy.decode([tokens])
-        keys = list(vldac.ACTION_KEY.finditer(response))
-        for r in range(length):
-            text_so_far = policy.tokenizer.decode(tokens[: r + 1])
-            if keys and len(text_so_far) > keys[-1].start():
-                break
-            weights[b, r] *= policy.args.thought_coef
+    weights = torch.ones(len(tokens), device=tokens.device)
+    [response] = policy.decode([tokens])
+    keys = list(vldac.ACTION_KEY.finditer(response))
+    for r in range(len(tokens)):
+        text_so_far = policy.tokenizer.decode(tokens[: r + 1])
+        if keys and len(text_so_far) > keys[-1].start():
+            break
+        weights[r] = policy.args.thought_coef
     return weights
 
 
+def update(policy, optimizer, minibatches, args, value_only=False):
+    """vldac.update with another policy loss: a copy but for the lines below which RL4VLM is written."""
+    policy.train()
+    lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
+    log = vldac.UpdateLog(args)
+    for epoch in range(args.update_epochs):
+        if epoch > 0:
+            minibatches = random.sample(minibatches, len(minibatches))
+        for minibatch in minibatches:
+            optimizer.zero_grad()
+            B = sum(len(micro) for micro in minibatch)
+            for micro in minibatch:
+                prompts, responses = [step.prompt for step in micro], [step.tokens for step in micro]
+                newlogprobs, mask, newvalues = policy(prompts, responses)
+                logprobs = pad([step.logprobs for step in micro])  # (B, R)
+                baselogprobs = pad([step.baselogprobs for step in micro])
+                advantages = torch.tensor([step.advantage for step in micro], device=args.device)  # (B,)
+                returns = torch.tensor([step.ret for step in micro], device=args.device)
+
+                # RL4VLM:
+                weights = pad([thought_weights(policy, tokens) for tokens in responses])  # (B, R)
+                pg_loss = rl4vlm_loss(newlogprobs, logprobs, advantages, weights, args.clip_coef)
+
+                v_loss = value_loss(newvalues, returns)
+                if args.kl_ref == "base":
+                    kl = kl_base(newlogprobs, baselogprobs, mask)
+                else:
+                    kl = kl_old(newlogprobs, logprobs, mask)
+                loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss
+                if value_only:
+                    loss = args.vf_coef * v_loss
+                (loss * len(micro) / B).backward()
+                losses = {"policy_loss": pg_loss, "kl": kl, "value_loss": v_loss}
+                log.micro_batch(losses, newlogprobs, logprobs, baselogprobs, mask)
+
+            if value_only:
+                policy.peft_model.zero_grad()
+            vldac.average_gradients([*lora, *value_head])
+            norm_lora = clip_grad_norm_(lora, args.max_grad_norm, error_if_nonfinite=True)
+            norm_value = clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
+            log.norms.append([norm_lora.item(), norm_value.item()])
+            optimizer.step()
+    return log.means()
+
+
+def train(args, folder):
+    with mock.patch.object(vldac, "update", update):  # for the length of this call
+        vldac.train(args, folder)
+
+
 def main(argv=None):
-    train = functools.partial(vldac.train, surrogate=rl4vlm_loss, token_weights=thought_weights)
     vldac.main(argv, Args, train)
 
 

@@ -1,9 +1,9 @@
 """The toy: a vision-language model of half a million parameters, to watch the algorithm on a laptop.
 
-    python extras/toy.py FOLDER OPTIONS
+    python extras/toy.py OPTIONS
 
-writes an ordinary model folder, a Qwen2-VL with processor and tokenizer, for `vldac.py --model FOLDER`.
-OPTIONS are some of vldac.Args, as JSON. `vldac.py --model tiny` runs this once and caches the folder.
+prints an ordinary model folder, a Qwen2-VL with processor and tokenizer, for `vldac.py --model FOLDER`. It is
+made if it is not in the cache. OPTIONS are those of vldac.Args, as JSON. `vldac.py --model tiny` runs this.
 
 The toy is built from nothing and taught one world by imitation of (frame, caption, action) examples: to say
 the true caption as its thought, and as its action the world's hint with probability 1/4 (EZPoints: 1/2), else
@@ -19,7 +19,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,7 +26,6 @@ import gymnasium as gym
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -54,7 +52,7 @@ CHAT = (
 class Example:
     """A state of the world, and what may be said and done in it."""
 
-    turn: tuple  # messages and frames
+    turn: tuple  # a prompt's text and frames
     caption: str
     hint: str | None
     hint_share: float
@@ -94,6 +92,11 @@ def play(args, count, seed) -> list[Example]:
     for player in players:
         player.env.close()
     return examples
+
+
+def talk(words):
+    """On the error output: what is printed on the other one is the folder."""
+    print(words, file=sys.stderr, flush=True)
 
 
 def build_tokenizer(prompts, responses):
@@ -166,18 +169,15 @@ def quality(policy, examples) -> tuple[float, float]:
 
 def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
     """Rounds until, on held-out frames, 0.98 of the responses parse and 0.93 of the thoughts are true."""
-    print(f"teaching a toy model to see and to speak in {args.env}; it is kept for later runs", flush=True)
+    talk(f"teaching a toy model to see and to speak in {args.env}; it is kept for later runs")
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     examples = play(args, count, args.seed)
     held_out = play(args, min(512, count), args.seed + 1)
     if all(example.caption == FIXED_THOUGHT for example in examples):
         steps = min(steps, 100)  # there is little to learn
-    prompts = []
-    for example in examples[:500]:
-        [message], _ = example.turn
-        prompts.append(message["content"][-1]["text"])
-    tokenizer = build_tokenizer(prompts, [example.response(rng) for example in examples[:2000]])
+    texts = [example.turn[0] for example in examples[:500]]
+    tokenizer = build_tokenizer(texts, [example.response(rng) for example in examples[:2000]])
     pixels = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * args.max_image_tokens}
     for part in (build_model(tokenizer), tokenizer, Qwen2VLImageProcessorPil(size=pixels)):
         part.save_pretrained(folder)
@@ -206,16 +206,14 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
             for example in batch:
                 ids = tokenizer(example.response(rng), return_tensors="pt").input_ids[0]
                 responses.append(torch.cat([ids, policy.stop_ids]))
-            tokens = pad_sequence(responses, batch_first=True)
-            mask = pad_sequence([torch.ones_like(ids) for ids in responses], batch_first=True)
-            logprobs, _ = policy([example.prompt for example in batch], tokens, mask)
+            logprobs, mask, _ = policy([example.prompt for example in batch], responses)
             optimizer.zero_grad()
             (-vldac.step_mean(logprobs, mask)).backward()
             torch.nn.utils.clip_grad_norm_(policy.vlm.parameters(), 1.0)
             optimizer.step()
         parsed, true = quality(policy, held_out)
         words = f"{parsed:.3f} of its responses parse, {true:.3f} of its thoughts are true"
-        print(f"after {(number + 1) * steps} steps, {words} (wanted: 0.98, 0.93)", flush=True)
+        talk(f"after {(number + 1) * steps} steps, {words} (wanted: 0.98, 0.93)")
         if parsed >= 0.98 and true >= 0.93:
             break
     policy.peft_model.unload().save_pretrained(folder)
@@ -226,33 +224,34 @@ OPTIONS = "env seed split num_envs num_images max_image_tokens max_new_tokens ma
 
 
 def cached_folder(args) -> Path:
-    """The folder of the toy for these options; where there is none yet, another process teaches it first."""
+    """Where the toy for these options is, or will be."""
     options = json.dumps({name: getattr(args, name) for name in OPTIONS})
     parts = [options, Path(__file__).read_text(), torch.__version__, transformers.__version__]
     parts += [inspect.getsource(vldac.build_prompt), inspect.getsource(envs)]
-    if ":" in args.env:  # the user's module, and that of the world itself
+    if ":" in args.env:  # the user's module, which registers the world, and that of the world itself
         module, _, name = args.env.partition(":")
+        parts.append(inspect.getsource(importlib.import_module(module)))
         entry = gym.spec(name).entry_point
         entry = entry.partition(":")[0] if isinstance(entry, str) else entry.__module__
-        parts += [inspect.getsource(importlib.import_module(name)) for name in (module, entry)]
+        parts.append(inspect.getsource(importlib.import_module(entry)))
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vldac"
-    folder = cache / f"{re.sub(r'[^A-Za-z0-9]+', '-', args.env)}-{key}"
+    return cache / f"{re.sub(r'[^A-Za-z0-9]+', '-', args.env)}-{key}"
+
+
+def main(options):
+    options = json.loads(options)
+    args = vldac.Args(**{name: options[name] for name in OPTIONS}, model="tiny", device="cpu")
+    folder = cached_folder(args)
     if not folder.exists():
-        alone = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}  # where torchrun has set others
-        subprocess.run([sys.executable, __file__, folder, options], env=alone, check=True)
-    return folder
-
-
-def main(folder, options):
-    args = vldac.Args(**json.loads(options))
-    building = Path(f"{folder}.{os.getpid()}")
-    if args.env in envs.TEXT:  # slow worlds: a short lesson, enough to see it run
-        teach(args, building, count=200, steps=150, rounds=1)
-    else:
-        teach(args, building)
-    if not os.path.exists(folder):  # another process may have been first
-        os.rename(building, folder)
+        building = Path(f"{folder}.{os.getpid()}")
+        if args.env in envs.TEXT:  # slow worlds: a short lesson, enough to see it run
+            teach(args, building, count=200, steps=150, rounds=1)
+        else:
+            teach(args, building)
+        if not folder.exists():  # another process may have been first
+            building.rename(folder)
+    print(folder)
 
 
 if __name__ == "__main__":
