@@ -184,7 +184,7 @@ def recorded(act, recordings):
             said = list(zip(texts, probabilities, strict=False))  # the rest is padding
             value = values[i].item() if policy.args.vf_coef > 0 else None  # LOOP has no critic
             seen = picture(frames[i])
-            moment = Moment(seen, step.response, said, step.action, step.reward, step.timed_out, value)
+            moment = Moment(seen, step.text, said, step.action, step.reward, step.timed_out, value)
             recording = recordings.setdefault(player.seed, Recording([]))
             recording.moments.append(moment)
             if step.done:
@@ -210,7 +210,7 @@ def counted(act, counts):
             count = counts.setdefault(player.seed, {"tokens": 0, "captions": 0, "true": 0})
             count["tokens"] += len(step.tokens)
             count["captions"] += caption is not None
-            count["true"] += caption is not None and json.dumps(caption) in step.response
+            count["true"] += caption is not None and json.dumps(caption) in step.text
         return steps
 
     return counting_act
@@ -466,7 +466,8 @@ class Curve:
         """Success averaged over the run, from step 0 to its end.
 
         >>> steps, rates = np.array([0, 10, 30]), np.array([0.2, 0.2, 0.6])
-        >>> Curve("OneRoom", "VL-DAC", 0, steps, rates, 0.2, 0.6, 1.0, True).mean()  # (10 * 0.2 + 20 * 0.4) / 30
+        >>> curve = Curve("OneRoom", "VL-DAC", 0, steps, rates, 0.2, 0.6, 1.0, finished=True)
+        >>> curve.mean()  # (10 * 0.2 + 20 * 0.4) / 30
         0.3333333333333333
         """
         return np.trapezoid(self.rates, self.steps).item() / self.steps[-1].item()

@@ -19,7 +19,6 @@
 import ast
 import dataclasses
 import doctest
-import enum
 import functools
 import http.server
 import importlib
@@ -369,35 +368,18 @@ def test_lora_is_on_the_language_model_only(policy):
     assert set(plain.targeted_module_names) == expected
 
 
-def test_lora_leaves_routers_alone(model):
-    """Of mixtures of experts: they decide by small differences."""
-    base = AutoModelForImageTextToText.from_pretrained(model)
-    mlp = base.get_decoder().layers[0].mlp
-    mlp.shared_expert_gate = torch.nn.Linear(2, 2)
-    mlp.router = torch.nn.Module()
-    mlp.router.proj = torch.nn.Linear(2, 2)
-    peft_model = vldac.add_lora(base, options(model))
-    assert not [name for name in peft_model.targeted_module_names if "router" in name or "gate" == name[-4:]]
-
-
-def test_a_model_that_cuts_a_frame_into_tiles_is_refused(model_folder, monkeypatch):
+def test_a_model_that_cuts_a_frame_into_tiles_is_refused(model, monkeypatch):
     """Here only a frame that is alone is cut, into 13."""
-    load_processor = vldac.load_processor
+    policy = make_policy(model)
+    [image] = policy.banned_ids[:1]
 
-    def with_tiles(*words):
-        processor = load_processor(*words)
+    def encode(text, frames):
+        ids = [1, *[image] * 52, 1] if len(frames) == 1 else [1, *[image] * 4, 1, *[image] * 4]
+        return {"input_ids": torch.tensor([ids])}
 
-        class Tiles(type(processor)):
-            def __call__(self, images, **rest):
-                self.images_kwargs = {"crop_to_patches": len(images[0]) == 1}
-                return super().__call__(images=images, **rest)
-
-        processor.__class__ = Tiles
-        return processor
-
-    monkeypatch.setattr(vldac, "load_processor", with_tiles)
+    monkeypatch.setattr(policy, "encode", encode)
     with pytest.raises(envs.UserError, match=r"are runs of \[52, 4, 4\] placeholders"):
-        make_policy(model_folder("internvl"))
+        vldac.check_frames(policy)
 
 
 def test_cudnn_s_attention_is_off(model):
@@ -481,7 +463,7 @@ def some_steps(policy, B) -> list[vldac.Step]:
     return steps
 
 
-def some_minibatches(policy, B=6, **changes) -> list[list[vldac.MicroBatch]]:
+def some_minibatches(policy, B=6, **changes) -> list:
     """Minibatches of such steps, scored; advantages and returns are made up, the same for a step anywhere."""
     args = dataclasses.replace(policy.args, **{"minibatch_size": B} | changes)
     steps = some_steps(policy, B)
@@ -522,7 +504,6 @@ def test_minibatches_hold_every_step_once():
     for row in torch.randperm(24).tolist():
         prompt = {"input_ids": torch.zeros(1, 1 + row // 4)}
         steps.append(vldac.Step(prompt, torch.arange(1 + row % 7), "", None, 0.0, False, False))
-    rows = {id(step): row for row, step in enumerate(steps)}
     minibatches = vldac.make_minibatches(steps, args)
     assert len(minibatches) == 3
     met = []
@@ -531,8 +512,8 @@ def test_minibatches_hold_every_step_once():
         together = list(itertools.chain(*minibatch))
         lengths = [step.prompt["input_ids"].shape[1] + len(step.tokens) for step in together]
         assert lengths == sorted(lengths, reverse=True)
-        met += [rows[id(step)] for step in together]
-    assert sorted(met) == list(range(24)) != met
+        met += together
+    assert len(met) == 24 and set(met) == set(steps) and met != steps
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -1001,17 +982,6 @@ def test_a_run_writes_what_it_says(run, name, capsys, monkeypatch):
     assert re.search(r"LoRA is on \d+ linear layers", printed)
 
 
-def test_a_sample_that_did_not_parse_is_always_shown(run, monkeypatch):
-    """Of eight responses of each update the fourth fails; whatever it says, the log is plain JSON."""
-    hostile = "\x00\x1b[2J\x1b]0;title\x07\r\n\u202e\ufeff<|im_end|><|image_pad|>" + "a" * 100_000
-    script(monkeypatch, ['{"action": "left"}'] * 3 + [hostile] + ['{"action": "right"}'] * 4)
-    folder, rows = run(CORRIDOR)
-    for row in rows[1:]:
-        assert [sample["response"] for sample in row["samples"]] == ['{"action": "left"}', hostile]
-        assert row["charts/invalid_action_rate"] == 1 / 8
-    (folder / "log.jsonl").read_text(encoding="ascii")  # its escapes keep the terminal safe
-
-
 def test_the_log_tells_the_rate_and_the_warm_up(run):
     """The cosine from the first to the last update; LoRA still in warm-up."""
     changes = "--learning_rate 0.01 --final_learning_rate 0.002 --total_timesteps 40 --value_warmup 2"
@@ -1047,17 +1017,6 @@ def test_there_is_no_success_rate_before_every_player_has_ended_an_episode(run):
     assert rates == [None, None, 0.0, 0.0, 0.0, 0.0]
     ended = [len(row["episodes"]) for row in rows]
     assert ended == [0, 0, 2, 0, 2, 0]
-
-
-def test_a_world_without_a_flag_has_no_rate(run, tmp_path, monkeypatch):
-    """A return above 0 is no success; best/ is chosen by the return."""
-    script(monkeypatch, ['{"action": "6"}'])
-    folder, rows = run("test_vldac:Stairs-v0", "--eval_episodes", 2)
-    assert {row["charts/success_rate"] for row in rows[1:]} == {None} == {rows[0]["eval/success_rate"]}
-    assert rows[-1]["charts/episodic_return"] > 0 and (folder / "best").exists()
-    result = evaluated(tmp_path / "r.json", "random", "--env", "test_vldac:Stairs-v0", "--episodes", 9)
-    assert result["summary"]["success_rate"] is None
-    assert "9 episodes: no success flag, return" in evaluation.describe(result)
 
 
 def test_a_taken_name_gets_a_number_and_equal_seeds_give_equal_logs(run, tmp_path):
@@ -1111,37 +1070,35 @@ LONG += ["--learning_rate", 0.01, "--value_warmup", 1]
 def same_runs(one, other):
     """Whether two run folders hold the same: log (but for the times), adapters, checkpoint."""
     assert without_times(rows_of(one)) == without_times(rows_of(other))
-    exactly = {"rtol": 0, "atol": 0}
-    for name in ("adapter", "best"):
-        a = load_file(one / name / "adapter_model.safetensors")
-        b = load_file(other / name / "adapter_model.safetensors")
-        torch.testing.assert_close(a, b, **exactly)
-    a = torch.load(one / "checkpoint.pt", weights_only=True)
-    b = torch.load(other / "checkpoint.pt", weights_only=True)
-    for key in ("update", "best", "recent", "players"):
-        assert a[key] == b[key]
-    torch.testing.assert_close(a["weights"], b["weights"], **exactly)
-    torch.testing.assert_close(a["optimizer"]["state"], b["optimizer"]["state"], **exactly)
+    for name in ("adapter/adapter_model.safetensors", "best/adapter_model.safetensors"):
+        assert (one / name).read_bytes() == (other / name).read_bytes()
+    a, b = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (one, other))
+    for state in (a, b):
+        del state["log_bytes"]  # the log has times in it
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @registered
 class Troubled(Corridor):
-    """Where what TROUBLE names happens, at that step of the training episodes of all players."""
+    """Where something happens at a certain step of the training episodes of a process's players."""
 
     limit, steps = 4, 0
+    number, happens = 0, None
 
     def step(self, action):
-        observation, reward, terminated, truncated, info = super().step(action)
-        trouble, number = os.environ.get("TROUBLE", "none 0").split()
+        observation, reward, *rest = super().step(action)
         if self.np_random_seed >= 2**30:
             Troubled.steps += 1
-            if Troubled.steps == int(number):
-                happens, _, _ = TROUBLES[trouble]
-                reward = happens() or reward
-        return observation, reward, terminated, truncated, info
+            if Troubled.steps == Troubled.number:
+                reward = Troubled.happens() or reward
+        return observation, reward, *rest
 
 
 TROUBLED = "test_vldac:Troubled-v0"
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def limit_file_size():
@@ -1149,12 +1106,12 @@ def limit_file_size():
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))  # a checkpoint is larger
 
 
-TROUBLES = {  # what happens, the exit status, what is printed
-    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL, ""),
-    "interrupted": (lambda: os.kill(os.getpid(), signal.SIGINT), 1, r"stopped; to go on: python \S+ --res"),
-    "disk_full": (limit_file_size, 1, "File too large|unexpected pos|write"),
-    "endless_reward": (lambda: 1e30, 1, "non-finite"),
-}  # fmt: skip
+TROUBLES = [  # what happens, at which step (there are 8 per update), the exit status, and what is printed
+    (killed, 20, -signal.SIGKILL, ""),
+    (lambda: os.kill(os.getpid(), signal.SIGINT), 20, 1, r"stopped; to go on: python \S+ --resume \S+part"),
+    (limit_file_size, 4, 1, "File too large|unexpected pos|write"),
+    (lambda: 1e30, 20, 1, "non-finite"),
+]
 
 
 def forked(function, ranks=1):
@@ -1186,20 +1143,18 @@ def whole_run(tmp_path_factory, model):
     return start(tmp_path_factory.mktemp("whole"), model, TROUBLED, *LONG)[0]
 
 
-@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("happens, number, status, words", TROUBLES, ids="killed stopped disk NaN".split())
 def test_whatever_stops_a_run_it_goes_on_as_if_it_had_not_been(
-    run, trouble, tmp_path, whole_run, monkeypatch, capfd
+    happens, number, status, words, run, tmp_path, whole_run, monkeypatch, capfd
 ):
-    """Caused by a world in the third update: stopped, mended, resumed, equal to a run that was left alone."""
-    _, status, words = TROUBLES[trouble]
-    # 8 steps per update: 20 is within the third, and 4 within the first.
-    number, saved = (4, 0) if trouble == "disk_full" else (20, 2)
-    monkeypatch.setenv("TROUBLE", f"{trouble} {number}")
-    assert forked(lambda: run(TROUBLED, *LONG, name="part")) == [status]
+    """Stopped, mended, moved, resumed, equal to a run that was left alone."""
+    with monkeypatch.context() as trouble:
+        trouble.setattr(Troubled, "number", number)
+        trouble.setattr(Troubled, "happens", happens)
+        assert forked(lambda: run(TROUBLED, *LONG, name="part")) == [status]
     assert re.search(words, capfd.readouterr().err)
-    monkeypatch.delenv("TROUBLE")
     part = (tmp_path / "part").rename(tmp_path / "moved")
-    assert torch.load(part / "checkpoint.pt", weights_only=True)["update"] == saved
+    assert torch.load(part / "checkpoint.pt", weights_only=True)["update"] == (number - 1) // 8
     with open(part / "log.jsonl", "a") as log:
         log.write('{"update": 3, "global_st')  # a row that the kill has torn
     vldac.main(["--resume", str(part)])
@@ -1226,10 +1181,8 @@ def refused(argv, capsys, main=vldac.main) -> str:
 
 def test_only_how_a_run_is_computed_may_change(tmp_path, whole_run, capsys):
     folder = shutil.copytree(whole_run, tmp_path / "run")
-    changes = {"seed": 1, "gamma": 0.5, "num_envs": 4, "model": "tiny"}
-    for name, value in changes.items():
-        line = refused(["--resume", folder, f"--{name}", value], capsys)
-        assert f"its --{name} is" in line
+    for name, value in {"seed": 1, "gamma": 0.5, "model": "tiny"}.items():
+        assert f"its --{name} is" in refused(["--resume", folder, f"--{name}", value], capsys)
     assert files(folder) == files(whole_run)
     vldac.main(["--resume", str(folder), "--micro_batch_size", "2", "--num_envs", "2"])
 
@@ -1238,42 +1191,33 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, whole_run, capsys):
     """By --resume and by eval.py; nothing is overwritten."""
     folder = shutil.copytree(whole_run, tmp_path / "run")
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
-    name = next(iter(state["weights"]))
-    state["weights"]["renamed"] = state["weights"].pop(name)
+    state["weights"]["renamed"] = state["weights"].pop("value_head.0.weight")
     torch.save(state, folder / "checkpoint.pt")
     before = files(folder)
-    programs = {"--resume": vldac.main, "run": evaluation.main, "page": evaluation.main}
-    for word, main in programs.items():
+    for word, main in {"--resume": vldac.main, "page": evaluation.main}.items():
         assert "checkpoint.pt is of another model" in refused([word, folder], capsys, main)
     assert files(folder) == before
 
 
 def test_evaluating_changes_nothing_and_the_best_adapter_is_kept(run, monkeypatch):
     wins = iter([2, 6, 4, 6, 1])
-    really_evaluate = vldac.evaluate
-    kept = []
-    save = vldac.save_adapter
+    evaluate, saved = vldac.evaluate, []
 
-    def save_adapter(policy, folder):
-        kept.append(folder.name)
-        save(policy, folder)
-
-    monkeypatch.setattr(vldac, "save_adapter", save_adapter)
-
-    def evaluate(*words):
-        """Ten episodes instead of one, so many of them won."""
-        [episode] = really_evaluate(*words)
+    def ten_episodes(*words):
+        """Instead of one, so many of them won."""
+        [episode] = evaluate(*words)
         won = next(wins)
         return [episode | {"success": k < won, "return": 0.0} for k in range(10)]
 
-    monkeypatch.setattr(vldac, "evaluate", evaluate)
+    monkeypatch.setattr(vldac, "evaluate", ten_episodes)
+    monkeypatch.setattr(vldac, "save_adapter", lambda policy, folder: saved.append(folder.name))
     _, rows = run(TROUBLED, *LONG, "--eval_every", 1, name="often")
-    assert kept == ["best", "best", "adapter"]  # at 0.2 and at the first 0.6
+    assert saved == ["best", "best", "adapter"]  # at 0.2 and at the first 0.6
     assert [row["eval/success_rate"] for row in rows] == [0.2, 0.6, 0.4, 0.6, 0.1]
     rows = [{key: x for key, x in row.items() if not key.startswith("eval/")} for row in rows]
-    folder, plain = run(TROUBLED, *LONG, "--eval_episodes", 0, name="never")
+    _, plain = run(TROUBLED, *LONG, "--eval_episodes", 0, name="never")
     assert without_times(rows) == without_times(plain)
-    assert not (folder / "best").exists()
+    assert saved == ["best", "best", "adapter", "adapter"]
 
 
 # ------------------------------------------------------------------------------------ several processes
@@ -1337,9 +1281,10 @@ def test_a_run_of_two_processes(main, run, tmp_path, monkeypatch, capfd):
     seeds = [episode["seed"] for row in rows for episode in row["episodes"]]
     assert len(seeds) == len(set(seeds))
 
-    monkeypatch.setenv("TROUBLE", "killed 11")  # of each process's 16
+    monkeypatch.setattr(Troubled, "happens", killed)
+    monkeypatch.setattr(Troubled, "number", 11)  # of each process's 16
     assert -signal.SIGKILL in both("part")
-    monkeypatch.delenv("TROUBLE")
+    monkeypatch.setattr(Troubled, "number", 0)
     resume = ["--resume", str(tmp_path / "part")]
     assert forked(lambda: main(resume), ranks=2) == [0, 0]
     same_runs(tmp_path / "whole", tmp_path / "part")
@@ -1437,24 +1382,22 @@ def test_loop_takes_the_mean_over_an_episode_s_tokens_and_drops_groups_without_s
         new = torch.zeros(mask.shape, requires_grad=True)
         loss = loop.loop_loss(new, torch.zeros(new.shape), column(micro, "advantage"), mask, 0.1)
         [gradient] = torch.autograd.grad(loss * len(micro) / 5, new)  # its part of all 5 steps
-        of_first = [any(step is one for one in first) for step in micro]
-        shares = [-1 / 6 if yes else 1 / 3 for yes in of_first]  # an episode's advantage over its tokens
+        shares = [-1 / 6 if step in first else 1 / 3 for step in micro]  # its advantage over its tokens
         shares = torch.tensor(shares) / 4  # of 4 episodes: the dropped ones count
         torch.testing.assert_close(gradient, shares[:, None] * mask)
         met += len(micro)
     assert met == 5
 
 
-def test_a_run_of_loop_that_was_killed_goes_on(run, whole_run, tmp_path, monkeypatch, capsys):
-    """Whole episodes, pairs from the same start, as many as the budget allows; resumed by LOOP only."""
+def test_a_run_of_loop_that_was_killed_goes_on(run, tmp_path, monkeypatch):
+    """Whole episodes, pairs from the same start, as many as the budget allows."""
 
     def decode(_, responses):
         return [json.dumps({"action": ["left", "right"][tokens.sum() % 2]}) for tokens in responses]
 
     monkeypatch.setattr(VLMPolicy, "decode", decode)
     options = [*LONG, "--total_timesteps", 64, "--group_size", 2]
-    folder, (first, *rows) = run(TROUBLED, *options, name="whole", main=loop.main)
-    assert "eval/success_rate" in first and "eval/success_rate" in rows[-1]
+    folder, (_, *rows) = run(TROUBLED, *options, name="whole", main=loop.main)
     of_the_critic = {"losses/explained_variance", "losses/advantage_std"}  # which is not there
     assert any(row.keys() >= set(LOGGED) - of_the_critic for row in rows)
     played = 0
@@ -1466,15 +1409,12 @@ def test_a_run_of_loop_that_was_killed_goes_on(run, whole_run, tmp_path, monkeyp
         assert row["global_step"] == played
     assert played + 8 > 64
 
-    monkeypatch.setenv("TROUBLE", "killed 30")
+    monkeypatch.setattr(Troubled, "happens", killed)
+    monkeypatch.setattr(Troubled, "number", 30)
     assert forked(lambda: run(TROUBLED, *options, name="part", main=loop.main)) == [-signal.SIGKILL]
-    monkeypatch.delenv("TROUBLE")
-    part = tmp_path / "part"
-    assert 0 < torch.load(part / "checkpoint.pt", weights_only=True)["update"] < len(rows)
-    for other, main in ((whole_run, loop.main), (part, vldac.main), (part, rl4vlm.main)):
-        assert "is not a run of this program" in refused(["--resume", other], capsys, main)
-    loop.main(["--resume", str(part)])
-    same_runs(folder, part)
+    monkeypatch.setattr(Troubled, "number", 0)
+    loop.main(["--resume", str(tmp_path / "part")])
+    same_runs(folder, tmp_path / "part")
 
 
 # ------------------------------------------------------------------------------------------- the options
@@ -1534,17 +1474,13 @@ def test_precedence_is_command_line_world_toy_default(model, capsys):
     assert args.clip_coef == Args.clip_coef and args.stop_grad is False and args.value_hidden == [256, 256]
     with pytest.raises(SystemExit):
         vldac.parse_args("--env NumberLine --model tiny --help".split())
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "start down to end" not in shown and "environment steps (default: 20480)" in shown
+    assert "environment steps (default: 20480)" in " ".join(capsys.readouterr().out.split())
 
-    budgets = {"OneRoom": 20_480, "FourRooms": 51_200, "WallGap": 51_200}  # two keep the paper's number
-    for env, budget in budgets.items():
-        assert vldac.parse_args(["--env", env, "--device", "cpu"]).total_timesteps == budget  # the toy's
-        assert vldac.parse_args(["--env", env, "--model", model]).total_timesteps == 51_200
+    words = ["--env", "FourRooms", "--device", "cpu"]
+    assert vldac.parse_args(words).total_timesteps == Args.total_timesteps  # the world's wins over the toy's
     words = ["--env", "WebShop", "--device", "cpu", "--model"]  # long prompts, but a toy is small
     assert vldac.parse_args([*words, model]).gradient_checkpointing
     assert not vldac.parse_args([*words, "tiny"]).gradient_checkpointing
-    assert not vldac.parse_args([*words, model, "--gradient_checkpointing=false"]).gradient_checkpointing
 
 
 @pytest.mark.parametrize("bfloat16, dtype", [(True, "bfloat16"), (False, "float32")])
@@ -1555,40 +1491,21 @@ def test_the_defaults_of_a_gpu(bfloat16, dtype, monkeypatch):
     assert (Args().device, Args().model) == ("cuda", "Qwen/Qwen2-VL-7B-Instruct")
 
 
-@pytest.mark.parametrize("cuda, reason", [(False, "PyTorch"), (True, "--device cpu")])
-def test_a_gpu_that_is_not_used_is_mentioned(cuda, reason, monkeypatch, capsys):
+def test_a_gpu_that_is_not_used_is_mentioned(monkeypatch, capsys):
     """The first line says why it is the toy."""
     exists = os.path.exists
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidia0" or exists(path))
     monkeypatch.setattr(envs, "check_world", lambda env: sys.exit("enough"))
     with pytest.raises(SystemExit, match="enough"):
-        vldac.main(["--env", "NumberLine", *(["--device", "cpu"] if cuda else [])])
-    assert f"the toy on the CPU, though this machine has an NVIDIA GPU: {reason}" in capsys.readouterr().out
+        vldac.main(["--env", "NumberLine"])
+    assert "toy on the CPU, though this machine has an NVIDIA GPU: PyTorch" in capsys.readouterr().out
 
 
 def test_each_process_takes_a_gpu_of_its_own(model, monkeypatch, capsys):
-    """`--device cuda:0` would put all of them on one card."""
     monkeypatch.setattr(vldac, "WORLD_SIZE", 2)
     argv = ["--env", "NumberLine", "--model", model, "--device", "cuda:0"]
     assert "--device must have no number" in refused(argv, capsys)
-    joined = []
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(torch.cuda, "set_device", joined.append)
-    monkeypatch.setattr(vldac.dist, "init_process_group", lambda backend, timeout: joined.append(backend))
-    monkeypatch.setattr(vldac, "gather", lambda items: items)
-    args = Args(device="cuda", model=model, dtype="float32")
-    assert vldac.join_processes(args, "runs/0") == (args, "runs/0")
-    assert joined == [3, "cpu:gloo,cuda:nccl"]
-
-
-def test_a_policy_and_a_player_can_be_made_in_a_notebook(model):
-    """Of Args alone, without a command line."""
-    policy = VLMPolicy(Args(model=model, max_new_tokens=4))
-    player = vldac.Player(Args(env="vldac/NumberLine-v0"))
-    player.reset(seed=0)
-    [step] = vldac.act(policy, [player])
-    assert len(step.tokens) <= 4 and player.info["left"] == 9
 
 
 # ------------------------------------------------------------------------------------------------ the toy
@@ -1677,15 +1594,13 @@ def test_the_toy_is_taught_again_for_what_its_lesson_depends_on_only(tmp_path, m
         """Of the toy for these options, after an edit of a module or function."""
         with monkeypatch.context() as context:
             context.setattr(inspect, "getsource", lambda x: source(x) + (" edited" if x is edited else ""))
-            return toy.cached_folder(Args(**{"env": "NumberLine"} | changes))
+            return toy.cached_folder(Args(**{"env": "extras.my_world:Doors-v0"} | changes))
 
+    my_world = importlib.import_module("extras.my_world")
     first = folder()
     assert folder(learning_rate=1.0, lora_rank=3) == folder(edited=vldac) == first
-    others = {folder(seed=7), folder(num_images=7), folder(edited=build_prompt), folder(edited=envs)}
-    gym.register("Borrowed-v0", "extras.my_world:Doors")  # the world is in another module than its name
-    borrowed, my_world = "test_vldac:Borrowed-v0", importlib.import_module("extras.my_world")
-    others |= {folder(env=borrowed), folder(env=borrowed, edited=my_world)}
-    assert len(others - {first}) == 6 and first.parent == tmp_path / "vldac"
+    others = {folder(seed=7), folder(edited=build_prompt), folder(edited=envs), folder(edited=my_world)}
+    assert len(others - {first}) == 4 and first.parent == tmp_path / "vldac"
 
 
 # -------------------------------------------------------------------------------------------- evaluation
@@ -1695,15 +1610,6 @@ def evaluated(path, *words):
     """What eval.py writes."""
     evaluation.main([*map(str, words), "--out", str(path)])
     return json.loads(path.read_text())
-
-
-def test_each_player_and_split_has_a_file_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    of_two = ["--env", "NumberLine", "--episodes", "2"]
-    for command in (["random"], ["random", "--split", "train"], ["hint"]):
-        evaluation.main([*command, *of_two])
-    names = ["NumberLine-hint-2.json", "NumberLine-random-2.json", "NumberLine-train-random-2.json"]
-    assert sorted(path.name for path in Path("results").iterdir()) == names
 
 
 def test_an_evaluation_of_a_run_and_of_its_start(toy_run, tmp_path, capsys):
@@ -1717,24 +1623,13 @@ def test_an_evaluation_of_a_run_and_of_its_start(toy_run, tmp_path, capsys):
     assert run == episodes("run") and [episode["seed"] for episode in run] == list(range(60))
     wins, guesses = (sum(episode["success"] for episode in played) for played in (run, start))
     assert wins > 50 > guesses
-    assert json.loads(out.read_text())["summary"]["success_rate"] == wins / 60
-    chance = ["--seed", 1, "--num_envs", 7]
+    chance, greedy = ["--seed", 1], ["--mode", "greedy"]
     assert episodes("start", *chance) != start
-    greedy = ["--mode", "greedy"]
-    assert episodes("start", *greedy, *chance) == episodes("start", *greedy)  # whatever shares a forward pass
+    assert episodes("start", *greedy, *chance) == episodes("start", *greedy)
     assert episodes("start", "--adapter", folder / "adapter") == run
     assert "weights: checkpoint.pt, update 10" in capsys.readouterr().out
-
-
-def test_only_the_checkpoint_has_a_run_s_weights(toy_run, tmp_path, capsys):
-    """Not adapter/, which has no critic and may be missing after an interruption."""
-    folder = shutil.copytree(toy_run[0] / "run", tmp_path / "run")
-    adapter = (folder / "adapter").rename(tmp_path / "adapter")
-    assert evaluated(tmp_path / "result.json", "run", folder, "--episodes", 2)["summary"]
-    no_critic = refused(["page", folder, "--adapter", adapter], capsys, evaluation.main)
+    no_critic = refused(["page", folder, "--adapter", folder / "adapter"], capsys, evaluation.main)
     assert "it takes no --adapter" in no_critic
-    (folder / "checkpoint.pt").unlink()
-    assert "run has saved nothing yet" in refused(["run", folder], capsys, evaluation.main)
 
 
 def test_a_ceiling_a_floor_and_their_paired_difference(tmp_path):
@@ -1742,8 +1637,7 @@ def test_a_ceiling_a_floor_and_their_paired_difference(tmp_path):
     words = ["--env", "NumberLine", "--episodes", 60]
     floor = evaluated(tmp_path / "random.json", "random", *words)
     ceiling = evaluated(tmp_path / "hint.json", "hint", *words)
-    assert 0.45 < floor["summary"]["success_rate"] < 0.75
-    assert ceiling["summary"]["success_rate"] == 1.0 and ceiling["mode"] is None
+    assert 0.45 < floor["summary"]["success_rate"] < 0.75 and ceiling["summary"]["success_rate"] == 1.0
     other = evaluated(tmp_path / "other.json", "random", *words, "--num_envs", 4)
     assert other["episodes"] == floor["episodes"]  # whatever plays beside it
 
@@ -1751,10 +1645,9 @@ def test_a_ceiling_a_floor_and_their_paired_difference(tmp_path):
     printed = evaluation.compare(tmp_path / "random.json", tmp_path / "hint.json")
     p = f"exact McNemar p = {2 / 2**lost:.2g}"
     assert printed.splitlines()[-1] == f"B - A: {lost / 60:+.3f} ({lost} won, 0 lost, {p})"
-    for name, reason in {"episodes": "seeds", "max_episode_steps": "max_episode_steps"}.items():
-        evaluated(tmp_path / "other.json", "hint", *words, f"--{name}", 5)
-        with pytest.raises(envs.UserError, match=f"differ in {reason} and"):
-            evaluation.compare(tmp_path / "hint.json", tmp_path / "other.json")
+    evaluated(tmp_path / "other.json", "hint", *words, "--max_episode_steps", 5)
+    with pytest.raises(envs.UserError, match="differ in max_episode_steps and"):
+        evaluation.compare(tmp_path / "hint.json", tmp_path / "other.json")
 
 
 def test_an_animation_shows_every_step_and_the_end(toy_run, tmp_path):
@@ -1771,7 +1664,6 @@ def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path):
     page = out.read_text(encoding="utf-8")
     assert "http" not in page and page.count("<svg") == len(evaluation.CHARTS)  # it needs no other file
     assert page.count('class="bad"') == page.count("(no admissible action)") > 0
-    assert all(page.count(f'<span class="{name}">') > 1 for name in ("p50", "p10", "p0"))
     assert "weights: checkpoint.pt, update 10" in page and "V is the critic's value" in page
 
     outcomes = []
@@ -1800,24 +1692,6 @@ def test_a_strip_has_each_step_s_advantage(timed_out, advantages):
     assert re.findall(r"A (\S+?)<", html) == advantages
 
 
-def test_a_recording_has_the_policy_s_probabilities_and_the_world_s_time_outs(model):
-    policy, steps, recordings = make_policy(model, env=CORRIDOR), [], {}
-
-    def act(policy, players):
-        steps.extend(vldac.act(policy, players))
-        return steps[-1:]
-
-    vldac.evaluate(policy, [vldac.Player(policy.args)], [2], evaluation.recorded(act, recordings))
-    moments = recordings[2].moments
-    assert [moment.timed_out for moment in moments] == [False] * 4 + [True]
-    for moment, step in zip(moments, steps, strict=True):
-        assert moment.response == step.response
-        logprobs, _, value = scored(policy, [step])
-        assert moment.value == pytest.approx(value.item(), abs=1e-5)
-        probabilities = [probability for _, probability in moment.tokens]
-        assert probabilities == pytest.approx(logprobs[0].exp().tolist(), abs=1e-5)
-
-
 def test_a_run_without_a_critic_is_evaluated_and_has_a_page(run, tmp_path):
     folder, _ = run(CORRIDOR, "--group_size", 2, main=loop.main)
     assert len(evaluated(tmp_path / "result.json", "run", folder, "--episodes", 2)["episodes"]) == 2
@@ -1826,10 +1700,9 @@ def test_a_run_without_a_critic_is_evaluated_and_has_a_page(run, tmp_path):
     assert "<h3>Seed 0" in page and "critic's value" not in page and "<br>V " not in page
 
 
-@pytest.mark.parametrize("n, m", [(1, 1), (2, 5), (5, 3), (4, 4)])
+@pytest.mark.parametrize("n, m", [(1, 1), (2, 5), (4, 4)])
 def test_a_rank_sum_test_is_that_of_all_choices(n, m):
-    """Also with equal values. Five against five cannot give less than 2 of 252."""
-    assert evaluation.rank_sum(range(5), range(5, 10)) == pytest.approx(2 / 252)
+    """Also with equal values."""
     for seed in range(20):
         values = np.random.default_rng(seed).integers(0, 6, n + m)
         ranks = [np.mean([y < x for y in values]) + np.mean([y <= x for y in values]) for x in values]
@@ -1869,9 +1742,7 @@ def test_tables_of_runs_and_of_methods(logs, capsys):
     One run is below two others in one of three ways, or above them: p is 2 / 3.
     """
     evaluation.main(["table", *logs[:3]])
-    assert capsys.readouterr().out.splitlines() == [
-        "| world | run | seed | before | after | last 100 | mean | steps to 0.8 | parsed |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    assert capsys.readouterr().out.splitlines()[2:] == [
         "| NumberLine | tiny | 0 | 0.100 | 0.900 | 1.000 | 0.362 | 40 | 0.875 |",
         "| NumberLine | tiny | 1 | 0.200 | 0.900 | 0.600 | 0.450 | 30 | 0.875 |",
         "| NumberLine | LOOP | 0 | 0.100 | 0.900 | 0.100 | 0.100 | - | 0.875 |",
@@ -2072,48 +1943,38 @@ def test_a_simulator_that_cannot_render_says_what_helps(raised, said, monkeypatc
 
 
 @needs_opengl
-@pytest.mark.parametrize("names, taken", [
-    (["nvidia", "EGL_MESA_device_software"], 1), (["EGL_MESA_device_software EGL_EXT", "nvidia"], 0),
-    ([None, "nvidia", "EGL_MESA_device_software"], 2), ([], 0),
+@pytest.mark.parametrize("devices, taken", [
+    (["EGL_NV_device", "EGL_EXT EGL_MESA_device_software"], 1), (["EGL_MESA_device_software"], 0), ([], 0),
 ])  # fmt: skip
-def test_of_egl_s_devices_the_software_renderer_is_taken(names, taken, monkeypatch):
+def test_of_egl_s_devices_the_software_renderer_is_taken(devices, taken, monkeypatch):
     """Mesa lists an NVIDIA GPU first, and cannot drive it.
 
-    The list is made up; that Mesa draws with what is taken, and only with that, needs a GPU's render node.
+    This list is made up. That Mesa renders with the one and not with the other needs a GPU's render node.
     """
     from pyglet.libs.egl import eglext, lib
 
-    def query(size, devices, count):
-        count.value = len(names)
+    def query(size, handles, count):
+        count.value = len(devices)
         for k in range(size):
-            devices[k] = k + 1
-
-    def link(name, *_):
-        assert name == "eglQueryDeviceStringEXT"
-        strings = [name and name.encode() for name in names]
-        return lambda device, what: strings[device - 1]
+            handles[k] = k + 1
 
     monkeypatch.setattr(eglext, "eglQueryDevicesEXT", query)
-    monkeypatch.setattr(lib, "link_EGL", link)
+    monkeypatch.setattr(lib, "link_EGL", lambda *_: lambda handle, what: devices[handle - 1].encode())
     assert envs.software_renderer() == taken
 
 
 @needs_opengl
 @pytest.mark.parametrize("vendor, device", [(None, 7), ("/etc/another.json", 0)])
 def test_the_user_s_own_choice_of_egl_is_left_alone(vendor, device, monkeypatch):
-    import pyglet
-
-    monkeypatch.setattr(os.path, "exists", lambda path: True)
+    pyglet = sys.modules["pyglet"]
     monkeypatch.setattr(envs, "software_renderer", lambda: 7)
     monkeypatch.setattr(gym, "make", lambda *_, **__: types.SimpleNamespace(unwrapped=None))
-    monkeypatch.setitem(pyglet.options, "headless_device", 0)
-    monkeypatch.delenv("__EGL_VENDOR_LIBRARY_FILENAMES", raising=False)
-    if vendor:
-        monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", vendor)
-    for _ in range(2):  # the second finds the first one's choice, as another process would
+    variable = "__EGL_VENDOR_LIBRARY_FILENAMES"
+    monkeypatch.setenv(variable, vendor) if vendor else monkeypatch.delenv(variable, raising=False)
+    for _ in range(2):  # the second time as in a process that this one has started
+        monkeypatch.setitem(pyglet.options, "headless_device", 0)
         envs.make_simulator("OneRoom", 60, 80)
         assert pyglet.options["headless_device"] == device
-        pyglet.options["headless_device"] = 0
 
 
 def test_deals_of_the_small_games():
@@ -2226,7 +2087,7 @@ class Stairs(gym.Env):
 
     metadata = {"render_modes": ["rgb_array"]}
     observation_space, action_space = gym.spaces.Discrete(5), gym.spaces.Discrete(2, start=5)
-    time_limit, seen = 6, 0  # what is seen is in the frame
+    time_limit = 6
 
     def __init__(self, render_mode=None):
         self.render_mode = render_mode
@@ -2234,11 +2095,11 @@ class Stairs(gym.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.place = int(self.np_random.integers(1, 3))
-        return self.seen, {}
+        return 0, {}  # what is seen is in the frame
 
     def step(self, action):
         self.place = max(0, self.place + {5: -1, 6: 1}[action])
-        return self.seen, float(self.place), self.place == 4, False, {}
+        return 0, float(self.place), self.place == 4, False, {}
 
     def hint(self):
         return 6
@@ -2247,41 +2108,11 @@ class Stairs(gym.Env):
         return np.full((600, 900, 3), 40 + 40 * self.place, np.uint8)
 
 
-@registered
-class NamedStairs(Stairs):
-    """The same with an enum of actions and a mission, as Minigrid has them, and a flag."""
-
-    actions = enum.IntEnum("Moves", {"down": 5, "up": 6})
-    seen = {"mission": "climb"}
-
-    def step(self, action):
-        *result, _ = super().step(action)
-        return *result, {"success": self.place == 4}
-
-
-class Swapped(gym.ActionWrapper):
-    """What one learns is not what the environment below names."""
-
-    action_space = gym.spaces.Discrete(2)
-
-    def action(self, action):
-        return 6 - action
-
-    def get_action_meanings(self):  # as Atari has it
-        return ["rise", "sink"]
-
-
-gym.register("Swapped-v0", lambda render_mode=None: Swapped(NamedStairs(render_mode)))
-
 MOVES = "left right forward pickup drop toggle done".split()
 FOREIGN = {  # id: its actions, its limit, what its task names
     "test_vldac:Stairs-v0": (["5", "6"], 6, "Stairs-v0"),
-    "test_vldac:NamedStairs-v0": (["down", "up"], 6, "climb"),
-    "test_vldac:Swapped-v0": (["rise", "sink"], 128, "climb"),
     "CartPole-v1": (["0", "1"], 500, "CartPole-v1"),
     "FrozenLake-v1": (["0", "1", "2", "3"], 100, "FrozenLake-v1"),
-    "CliffWalking-v1": (["0", "1", "2", "3"], 128, "CliffWalking-v1"),
-    "minigrid:MiniGrid-Empty-5x5-v0": (MOVES, 100, "goal"),
     "minigrid:MiniGrid-DoorKey-5x5-v0": (MOVES, 250, "goal"),
 }
 
@@ -2304,28 +2135,21 @@ def test_environments_that_others_wrote(run, name):
 
 
 def test_an_environment_with_discrete_actions():
-    env = envs.make_env("test_vldac:NamedStairs-v0", invalid_reward=-2.0)
+    env = envs.make_env("test_vldac:Stairs-v0", invalid_reward=-2.0)
     observation, info = env.reset(seed=0)
     start = env.unwrapped.place
     assert observation["image"].shape == (299, 448, 3)
-    assert env.get_wrapper_attr("hint")() == "up"
-    up = play(env, 0, lambda info: "up")
+    assert env.get_wrapper_attr("hint")() == "6"
+    up = play(env, 0, lambda info: "6")
     assert rewards_of(up) == list(range(start + 1, 5))
-    assert [info["success"] for *_, info in up[1:]] == [False] * (3 - start) + [True]
 
     env.reset(seed=0)
-    env.step("down")
+    env.step("5")
     *_, info = env.step("")
-    assert env.unwrapped.place == start - 1
-    assert info["left"] == 4
-    assert info["success"] is False  # a step without an action forgets no flag
+    assert (env.unwrapped.place, info["left"], info["success"]) == (start - 1, 4, None)
     idle = play(env, 0, lambda info: "")
     assert rewards_of(idle) == [-2.0] * 5 + [0.0]
     assert idle[-1][0] == idle[0][0] and idle[-1][3:5] == (False, True)
-
-
-def test_a_wrapper_s_own_names_count():
-    assert rewards_of(play(envs.make_env("test_vldac:Swapped-v0"), 0, lambda info: "rise"))[-1] == 4
 
 
 @registered
@@ -2364,27 +2188,6 @@ def test_a_world_may_draw_over_its_frame_and_use_numpy():
     assert [observation["image"].max() for observation in player.observations] == [0, 10, 20]
     assert [type(action) for action in player.actions] == [str, str]  # or a checkpoint could not be read
     assert type(player.info["left"]) is int
-
-
-def test_a_time_out_without_a_flag_is_no_success_where_others_have_one(tmp_path):
-    """Each step pays 1, so each return is positive. And the toy's examples search for words, too."""
-    result = evaluated(tmp_path / "r.json", "random", "--env", CANVAS, "--episodes", 40)
-    told = [episode["success"] for episode in result["episodes"]]
-    assert told == [True if episode["length"] == 2 else None for episode in result["episodes"]]
-    assert 0 < result["summary"]["success_rate"] == told.count(True) / 40 < 1
-    rng = random.Random(0)
-    for example in toy.play(Args(env=CANVAS, num_envs=2, num_images=1), 20, seed=0):
-        assert parse_action(example.response(rng), example.actions) is not None
-
-
-@pytest.mark.parametrize("given, own, left", [
-    (None, -1, 128), (None, math.inf, 128), (None, 1e2, 128), (None, np.int64(9), 9),
-    (2, 9, 2), (20, 9, 9),  # the shorter one counts
-])  # fmt: skip
-def test_only_a_number_of_steps_is_a_limit(given, own, left, monkeypatch):
-    monkeypatch.setattr(Canvas, "max_steps", own)
-    _, info = envs.make_env(CANVAS, max_episode_steps=given).reset(seed=0)
-    assert info["left"] == left
 
 
 def lost(*_):
@@ -2739,27 +2542,6 @@ def test_the_deviations_on_the_page_have_the_numbers_of_those_in_the_code():
     for number, name in on_page:
         before = code.split(f"# Deviation {number}:")[0]
         assert name in re.findall(r"^(?: {4})?(?:def|class) (\w+)", before, re.M)[-2:]
-
-
-def anchors(page):
-    """Of the headings of a page, as GitHub makes them."""
-    titles = re.findall(r"^##+ (.*)", page, re.M)
-    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("path", ["README.md", "docs/guide.md", "docs/results.md", "docs/study.md"])
-def test_the_pages_links_lead_somewhere(path):
-    folder, page = (ROOT / path).parent, (ROOT / path).read_text(encoding="utf-8")
-    targets = re.findall(r"\]\(([^)]+)\)", page) + re.findall(r'src="([^"]+)"', page)
-    for target in targets:
-        if target.startswith("https://"):
-            continue
-        path, _, anchor = target.partition("#")
-        linked = folder / path
-        assert linked.exists(), target
-        if anchor and (not path or path.endswith(".md")):
-            there = linked.read_text("utf-8") if path else page
-            assert anchor in anchors(there), target
 
 
 def test_the_pages_commands_and_options_are_there():

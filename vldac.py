@@ -20,8 +20,8 @@ it), P prompt length, R response length (both padded), H hidden size. Tensors (T
 environment step, (B, R) per token. "Deviation n" says where the code differs from the paper or its released
 code, and why.
 Where to begin: the loop of `train`, which calls `collect`, `make_minibatches`, `score`, `add_advantages` and
-`update`. All of the algorithm stands above it, in the order in which one reads it; below it is what the
-algorithm stands on: loading a model, processes, evaluation, log and checkpoint, options.
+`update`. They stand above it, in the order in which one reads them. Below it is what the algorithm stands on:
+loading a model, processes, evaluation, log and checkpoint, options.
 Without a GPU the model is a toy, a tiny VLM that extras/toy.py first teaches to see and to speak by
 imitation, so that one can watch the algorithm on a laptop.
 
@@ -70,8 +70,8 @@ import envs
 
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT uses a deprecated name
 
-RANK = int(os.environ.get("RANK", 0))  # of this process, and how many there are, under torchrun
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))  # the number of this process, under torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
 
 
 @dataclass
@@ -79,7 +79,8 @@ class Args:
     """Every option and its default. Where they are from is in docs/guide.md.
 
     The rule: the paper's Table 6 where it speaks, else the effective value of the released code, unless that
-    is a bug. In a notebook give a model: `Args(...)` alone does not apply WORLDS or TOY, and teaches no toy.
+    is a bug. Some worlds, and the toy model, have defaults of their own (WORLDS and TOY, further down), which
+    the program applies. In a notebook, `Args(...)` alone does not, and needs a model.
     """
 
     env: str = "OneRoom"  # a world of envs.py, a Gymnasium id, or module:id (of your own, say)
@@ -219,7 +220,8 @@ def gae(rewards, values, last_values, dones, gamma, gae_lambda):
     rewards, values  (T, N)  of step t: R_t and V(s_t)
     last_values      (N,)    V of the state after the rollout, ignored where its last step ended the episode
     dones            (T, N)  1 if the episode ended *with* step t (CleanRL stores it one step later)
-    Returns advantages and returns = advantages + values, both (T, N).
+    Returns advantages and returns = advantages + values, both (T, N). They are targets: give values that have
+    no gradient. What a time-out pays is decided before (`add_advantages`).
 
     >>> rewards, values = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.5], [0.5]])
     >>> gae(rewards, values, torch.tensor([9.0]), torch.tensor([[0], [1]]), gamma=1.0, gae_lambda=0.5)
@@ -253,8 +255,8 @@ def step_mean(x, mask):
 def policy_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
     """PPO's clipped surrogate per token (Eq. 3), to minimise.
 
-    newlogprobs, logprobs  (B, R) nats, under the current and the sampling policy
-    advantages             (B,)   one per environment step, shared by all its tokens
+    newlogprobs, logprobs  (B, R) nats, under the current policy and, without gradient, the sampling one
+    advantages             (B,)   one per environment step, shared by all its tokens, normalised already
     mask                   (B, R) 1 on response tokens, the end-of-turn token included
     Mean over the tokens of a step, then over steps. ValueError if a step has no token.
 
@@ -287,18 +289,18 @@ def value_loss(values, returns):
 def kl_base(newlogprobs, baselogprobs, mask):
     """Divergence from the base model, in nats per token: exp(d) - d - 1, d = log base - log new.
 
-    newlogprobs, baselogprobs, mask  (B, R). On tokens sampled from `new`, its value estimates
-    D_KL(new || base) and its gradient is that of D_KL(base || new): it pulls up what the base would say.
-    The function `update` has tokens of the policy before the update, and does not weight them by new / old
-    (neither does GRPO).
-    The base is the model without its adapter, also in a run that started from a trained adapter.
+    newlogprobs, baselogprobs, mask  (B, R)
+    The base is the model without its adapter, also in a run that started from a trained adapter. On tokens
+    sampled from `new`, the value estimates D_KL(new || base), and the gradient is that of D_KL(base || new):
+    it pulls up what the base would say. In `update` the tokens are those of the policy before the update, and
+    they are not weighted by new / old.
     Source: Schulman's estimator k3.
 
     >>> kl_base(torch.zeros(1, 1), torch.full((1, 1), math.log(2.0)), torch.ones(1, 1))  # 2 - log 2 - 1
     tensor(0.3069)
     """
-    # Deviation 5: this is the default, as in the released code. The paper prints Eq. 5: its gradient is zero
-    # in the first minibatch, and it ties the policy only to that of one update ago.
+    # Deviation 5: this is the default, as in the released code, and not Eq. 5, which the paper prints: its
+    # gradient is zero in the first minibatch, and it ties the policy only to that of one update ago.
     d = (baselogprobs - newlogprobs).masked_fill(mask == 0, 0)
     return step_mean(d.exp() - d - 1, mask)
 
@@ -319,9 +321,9 @@ def kl_old(newlogprobs, logprobs, mask):
 # --------------------------------------------------------------------------------------------- the policy
 
 
-def pad(rows) -> torch.Tensor:
-    """B tensors (R_b,) as one (B, R), with zeros after the shorter ones."""
-    return pad_sequence(rows, batch_first=True)
+def pad(rows, filler=0, side="right") -> torch.Tensor:
+    """B tensors (R_b,) as one (B, R); the shorter ones are filled up at that side."""
+    return pad_sequence(rows, batch_first=True, padding_value=filler, padding_side=side)
 
 
 # What a processor returns for every token of a prompt; all else is of its images.
@@ -341,7 +343,7 @@ class VLMPolicy(nn.Module):
         self.tokenizer = self.processor.tokenizer
         vlm = load_vlm(args)
         self.peft_model = add_lora(vlm, args)
-        self.vlm = vlm  # with adapters inside
+        self.vlm = vlm  # the same model by its own names: PEFT has put the adapters inside
         stop_ids, self.banned_ids = special_ids(vlm, self.tokenizer)
         self.stop_ids = torch.tensor(stop_ids, device=args.device)
         self.no_tokens = torch.zeros(0, dtype=torch.long, device=args.device)  # a response before it begins
@@ -396,20 +398,18 @@ class VLMPolicy(nn.Module):
 
         Prompts are padded on the left and responses on the right, so that all responses start in column P.
         """
-        tokens, mask = pad(responses), pad([torch.ones_like(tokens) for tokens in responses])  # (B, R)
+        tokens = pad(responses)  # (B, R)
+        mask = pad([torch.ones_like(response) for response in responses])
         after = {"input_ids": tokens, "attention_mask": mask}
         images_dim = 1 if "pixel_attention_mask" in prompts[0] else 0  # SmolVLM's pixels: (1, images, ...)
         inputs = {}
         for key in prompts[0]:
             parts = [prompt[key] for prompt in prompts]
             if key in PER_TOKEN:  # (1, P)
-                rows = [part[0] for part in parts]
                 filler = self.tokenizer.pad_token_id if key == "input_ids" else 0
-                before = pad_sequence(
-                    rows, batch_first=True, padding_value=filler, padding_side="left"
-                )  # (B, P)
+                before = pad([part[0] for part in parts], filler, side="left").to(tokens.device)  # (B, P)
                 response = after.get(key, torch.zeros_like(tokens))  # token type 0 is text
-                inputs[key] = torch.cat([before.to(tokens.device), response], dim=1)  # (B, P + R)
+                inputs[key] = torch.cat([before, response], dim=1)  # (B, P + R)
             else:  # all images (or their patches, or their sizes), one after another
                 inputs[key] = torch.cat(parts, dim=images_dim).to(tokens.device)
         return inputs
@@ -448,23 +448,22 @@ class VLMPolicy(nn.Module):
             lm_head = self.vlm.get_output_embeddings()
             logits = lm_head(hidden[:, P - 1 : -1])  # (B, R, vocabulary), each from the token before
         # Deviation 8: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16: at
-        # a probability of 1 % in steps of a third of the clip range. The head stays in bfloat16: in fp32 it
-        # was tried, and the ratios were hardly more exact, as the hidden states are rounded as coarsely.
+        # a probability of 1 % in steps of a third of the clip range.
         logits = logits.float()
         if self.logit_cap:
             logits = self.logit_cap * (logits / self.logit_cap).tanh()
         logits = logits / self.args.temperature
         logits[..., self.banned_ids] = -torch.inf
         logprobs = logits.log_softmax(2).gather(2, tokens[..., None])[..., 0]  # (B, R)
-        state = hidden[:, P - 1].float()  # (B, H), at the last prompt token
+        h = hidden[:, P - 1].float()  # (B, H), at the last prompt token
         if self.args.stop_grad:
-            state = state.detach()  # Eq. 4
-        values = self.value_head(state)[:, 0]  # in fp32, outside autocast
+            h = h.detach()  # Eq. 4
+        values = self.value_head(h)[:, 0]  # in fp32, outside autocast
         return logprobs.masked_fill(mask == 0, 0), mask, values
 
     @torch.no_grad()
     def values(self, prompts) -> torch.Tensor:
-        """Values (B,) of prompts that have no response yet."""
+        """Values (B,) of prompts that have no response yet (R = 0)."""
         _, _, values = self(prompts, [self.no_tokens] * len(prompts))
         return values
 
@@ -527,13 +526,13 @@ class Player:
         }
 
 
-@dataclass
+@dataclass(eq=False)  # a step equals only itself: tensors cannot be compared with ==
 class Step:
     """One environment step of one player: made by `collect`, completed by `score` and `add_advantages`."""
 
     prompt: dict  # encoded
     tokens: torch.Tensor  # (R_b,) the response, as sampled
-    response: str  # the same as text
+    text: str  # the response
     action: str | None  # None if the response did not parse
     reward: float
     done: bool
@@ -551,13 +550,13 @@ def act(policy, players) -> list[Step]:
     """The next step of every player."""
     # Deviation 10: all environments share each forward pass; the released code plays one at a time.
     prompts = [policy.encode(*player.turn()) for player in players]
-    tokens = policy.sample(prompts)
-    responses = policy.decode(tokens)
+    responses = policy.sample(prompts)
+    texts = policy.decode(responses)
     steps = []
     for i, player in enumerate(players):
-        action = parse_action(responses[i], player.info["actions"])
+        action = parse_action(texts[i], player.info["actions"])
         reward, done, timed_out = player.step(action)
-        steps.append(Step(prompts[i], tokens[i], responses[i], action, reward, done, timed_out))
+        steps.append(Step(prompts[i], responses[i], texts[i], action, reward, done, timed_out))
     return steps
 
 
@@ -580,14 +579,16 @@ def collect(policy, players, args: Args):
 
 # -------------------------------------------------------------------- minibatches, scores and advantages
 
-MicroBatch = list[Step]  # they share a forward pass, both when they are scored and when they are trained
 
+def make_minibatches(steps, args: Args) -> list:
+    """The steps of a rollout in random minibatches: each is a list of micro-batches, each a list of steps.
 
-def make_minibatches(steps, args: Args) -> list[list[MicroBatch]]:
-    """The steps of a rollout in random minibatches, each a list of micro-batches."""
+    A minibatch is for one optimizer step. A micro-batch is for one forward pass, both when it is scored and
+    when it is trained.
+    """
     # Deviation 11: drawn once, before scoring; the released code draws anew for each epoch. With the same
-    # neighbours and padding the rounding is the same: on a CPU the first ratio is 1 to the bit, in bfloat16
-    # too. On a GPU that is not measured: attention may use another kernel without gradients.
+    # neighbours and padding the rounding is the same, so the ratios of the first minibatch are 1 to the bit
+    # on a CPU, in bfloat16 too. On a GPU this has not been measured.
 
     def length(step):
         return step.prompt["input_ids"].shape[1] + len(step.tokens)
@@ -595,7 +596,7 @@ def make_minibatches(steps, args: Args) -> list[list[MicroBatch]]:
     num_minibatches = math.ceil(len(steps) * WORLD_SIZE / args.minibatch_size)
     minibatches = []
     for rows in torch.randperm(len(steps)).chunk(num_minibatches):
-        # Similar lengths save padding. The longest come first: a lack of memory mostly shows at once.
+        # Similar lengths save padding. The longest of them come first: a lack of memory mostly shows at once.
         minibatch = sorted([steps[row] for row in rows.tolist()], key=length, reverse=True)
         starts = range(0, len(minibatch), args.micro_batch_size)
         minibatches.append([minibatch[start : start + args.micro_batch_size] for start in starts])
@@ -605,15 +606,15 @@ def make_minibatches(steps, args: Args) -> list[list[MicroBatch]]:
 @torch.no_grad()
 def score(policy, minibatches):
     """Complete the steps: values, and log-probabilities under the policy that sampled and under the base."""
-    # By a forward pass like the one that is trained, as generate() rounds in other ways. How far the ratios
-    # of the first minibatch still are from 1 is logged as ratio_first.
+    # generate() rounds in other ways than the forward pass that is trained, so its log-probabilities are not
+    # used. The log has as ratio_first how far the ratios of the first minibatch are from 1: 0 is exact.
     policy.eval()
     for micro in itertools.chain(*minibatches):
         logprobs, _, values = policy([step.prompt for step in micro], [step.tokens for step in micro])
         for step, row, value in zip(micro, logprobs, values.tolist(), strict=True):
             step.logprobs = row[: len(step.tokens)]
             step.value = value
-    with policy.peft_model.disable_adapter():  # once, as it walks through the whole model
+    with policy.peft_model.disable_adapter():  # which walks through the whole model, so only once
         for micro in itertools.chain(*minibatches):
             baselogprobs, _, _ = policy([step.prompt for step in micro], [step.tokens for step in micro])
             for step, row in zip(micro, baselogprobs, strict=True):
@@ -632,10 +633,11 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     values = torch.tensor([step.value for step in steps]).view(-1, N)
     dones = torch.tensor([step.done for step in steps]).view(-1, N)
     timed_out = torch.tensor([step.timed_out for step in steps]).view(-1, N)
-    # Deviation 12: at a time-out the reward is replaced by V(s_t) and the episode ends: the step has return
-    # V(s_t) and advantage 0 before the normalisation, and the steps before it bootstrap from V(s_t). The
-    # released code has this in MiniWorld only. Why: MiniWorld's -1 at a time-out says little about the last
-    # actions, and made learning slower (docs/study.md).
+    # Deviation 12: at a time-out V(s_t) takes the place of the reward, and the episode ends. So the step has
+    # return V(s_t) and advantage 0 (-mean / std after the normalisation), and the steps before it bootstrap
+    # from V(s_t). Usual is to keep the reward and to add gamma V(s_t+1), but MiniWorld's -1 at a time-out
+    # says little about the last actions, and made learning slower (docs/study.md). The released code has this
+    # in MiniWorld only.
     rewards = torch.where(timed_out, values, rewards)
     last_values = last_values.cpu()
     advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
@@ -667,11 +669,11 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict
             minibatches = random.sample(minibatches, len(minibatches))  # the same ones in a new order
         for minibatch in minibatches:
             optimizer.zero_grad()
-            B = sum(len(micro) for micro in minibatch)
+            size = sum(len(micro) for micro in minibatch)
             for micro in minibatch:
-                newlogprobs, mask, newvalues = policy(
-                    [step.prompt for step in micro], [step.tokens for step in micro]
-                )
+                prompts = [step.prompt for step in micro]
+                responses = [step.tokens for step in micro]
+                newlogprobs, mask, newvalues = policy(prompts, responses)
                 logprobs = pad([step.logprobs for step in micro])  # (B, R)
                 baselogprobs = pad([step.baselogprobs for step in micro])
                 advantages = torch.tensor([step.advantage for step in micro], device=args.device)  # (B,)
@@ -683,10 +685,11 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict
                     kl = kl_base(newlogprobs, baselogprobs, mask)
                 else:
                     kl = kl_old(newlogprobs, logprobs, mask)  # Eq. 5
-                loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss  # Eq. 6
                 if value_only:  # the other losses are only for the log
                     loss = args.vf_coef * v_loss
-                (loss * len(micro) / B).backward()
+                else:
+                    loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss  # Eq. 6
+                (loss * len(micro) / size).backward()
                 losses = {"policy_loss": pg_loss, "kl": kl, "value_loss": v_loss}
                 log.micro_batch(losses, newlogprobs, logprobs, baselogprobs, mask)
 
@@ -736,11 +739,13 @@ def train(args: Args, folder: Path):
     optimizer = make_optimizer(policy, args)
     rollout_steps = args.num_envs * args.num_steps
     num_updates = args.total_timesteps // rollout_steps
+    for player in players:
+        player.next_episode()
     state = begin_or_resume(folder, policy, optimizer, players, eval_players)
-    done, best, recent = state["update"], state["best"], state["recent"]  # recent: the last 100 episodes
+    best, recent = state["best"], state["recent"]  # the best evaluation; the last 100 episodes
 
-    updates = range(done + 1, num_updates + 1)
-    for u in tqdm(updates, initial=done, total=num_updates, disable=True if RANK else None):
+    updates = range(state["update"] + 1, num_updates + 1)
+    for u in tqdm(updates, initial=state["update"], total=num_updates, disable=True if RANK else None):
         set_seed(training_seed(args.seed, RANK, u))  # a resumed run goes on as if it had never stopped
         rate = cosine(u - 1, num_updates, args.learning_rate, args.final_learning_rate)
         optimizer.param_groups[0]["lr"] = rate
@@ -757,7 +762,7 @@ def train(args: Args, folder: Path):
 
         row = {"update": u, "global_step": u * rollout_steps, "episodes": gather(episodes)}
         recent = (recent + row["episodes"])[-100:]
-        # Short episodes, often successes, end first: no rate until every player has finished an episode.
+        # Short episodes, often successes, end first: no means until every player has finished an episode.
         fair = all(gather([player.episode > 1 for player in players]))
         row |= charts(policy, steps, stats, times, recent if fair else [])
         row["charts/learning_rate"] = rate
@@ -1043,12 +1048,10 @@ def charts(policy, steps, losses, times, episodes) -> dict:
         row["gpu/max_memory_gb"] = torch.cuda.max_memory_allocated(policy.args.device) / 1e9
         torch.cuda.reset_peak_memory_stats(policy.args.device)
 
-    # Two samples: the first step, and the next whose response did not parse, or else simply the next.
-    invalid = [step for step in steps[1:] if step.action is None]
     row["samples"] = []
-    for step in [steps[0], *(invalid or steps[1:])][:2]:
+    for step in sorted(steps, key=lambda step: step.action is not None)[:2]:  # what did not parse comes first
         prompt = policy.tokenizer.decode(step.prompt["input_ids"][0], skip_special_tokens=True)
-        sample = {"prompt": prompt, "response": step.response}
+        sample = {"prompt": prompt, "response": step.text}
         row["samples"].append(sample | {"action": step.action, "reward": step.reward})
     return row
 
@@ -1151,8 +1154,6 @@ def begin_or_resume(folder: Path, policy, optimizer, players, eval_players) -> d
     say(f"LoRA is on {len(policy.lora_parameters()) // 2} linear layers of the language model")
     if (folder / "checkpoint.pt").exists():
         return load_checkpoint(folder, policy, optimizer, players)
-    for player in players:
-        player.next_episode()
     evaluation, best = evaluate_and_keep_best(policy, eval_players, folder, best=None)
     write_row(folder, {"update": 0, "global_step": 0} | evaluation, policy.args)
     state = {"update": 0, "best": best, "recent": []}

@@ -82,7 +82,7 @@ def collect(policy, players, args, update) -> list[list[vldac.Step]]:
     return episodes
 
 
-def make_minibatches(episodes, args) -> list[list[vldac.MicroBatch]]:
+def make_minibatches(episodes, args) -> list:
     """The steps of groups whose returns differ by 0.01 or so, with their advantages; perhaps none."""
     returns = [sum(step.reward for step in episode) for episode in episodes]  # not discounted
     returns = torch.tensor(returns).view(-1, args.group_size)  # (G, K)

@@ -8,6 +8,7 @@ log-probability has the weight lambda. Critic, KL term, warm-up and the rest are
 It replaces vldac.update.
 """
 
+import itertools
 import random
 import sys
 from dataclasses import dataclass
@@ -67,14 +68,18 @@ def update(policy, optimizer, minibatches, args, value_only=False):
     policy.train()
     lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
     log = vldac.UpdateLog(args)
+    # RL4VLM:
+    steps = itertools.chain.from_iterable(itertools.chain(*minibatches))
+    weights_of = {step: thought_weights(policy, step.tokens) for step in steps}
     for epoch in range(args.update_epochs):
         if epoch > 0:
             minibatches = random.sample(minibatches, len(minibatches))
         for minibatch in minibatches:
             optimizer.zero_grad()
-            B = sum(len(micro) for micro in minibatch)
+            size = sum(len(micro) for micro in minibatch)
             for micro in minibatch:
-                prompts, responses = [step.prompt for step in micro], [step.tokens for step in micro]
+                prompts = [step.prompt for step in micro]
+                responses = [step.tokens for step in micro]
                 newlogprobs, mask, newvalues = policy(prompts, responses)
                 logprobs = pad([step.logprobs for step in micro])  # (B, R)
                 baselogprobs = pad([step.baselogprobs for step in micro])
@@ -82,7 +87,7 @@ def update(policy, optimizer, minibatches, args, value_only=False):
                 returns = torch.tensor([step.ret for step in micro], device=args.device)
 
                 # RL4VLM:
-                weights = pad([thought_weights(policy, tokens) for tokens in responses])  # (B, R)
+                weights = pad([weights_of[step] for step in micro])  # (B, R)
                 pg_loss = rl4vlm_loss(newlogprobs, logprobs, advantages, weights, args.clip_coef)
 
                 v_loss = value_loss(newvalues, returns)
@@ -90,10 +95,11 @@ def update(policy, optimizer, minibatches, args, value_only=False):
                     kl = kl_base(newlogprobs, baselogprobs, mask)
                 else:
                     kl = kl_old(newlogprobs, logprobs, mask)
-                loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss
                 if value_only:
                     loss = args.vf_coef * v_loss
-                (loss * len(micro) / B).backward()
+                else:
+                    loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss
+                (loss * len(micro) / size).backward()
                 losses = {"policy_loss": pg_loss, "kl": kl, "value_loss": v_loss}
                 log.micro_batch(losses, newlogprobs, logprobs, baselogprobs, mask)
 
