@@ -131,8 +131,8 @@ RED_BOX = [*MINIWORLD, "OneRoomS6", "OneRoomS6Fast", "Maze", "MazeS2", "MazeS3",
 RED_BOX += [f"{letter}Maze{side}" for letter in "TY" for side in ("", "Left", "Right")]
 
 OPENGL = (
-    "apt-get update && apt-get install -y --no-install-recommends libegl1 libgl1 libglu1-mesa libfreetype6 "
-    "(as root; it renders in software, without GPU or display)"
+    "apt-get update && apt-get install -y --no-install-recommends libegl1 libegl-mesa0 libgl1 "
+    "libgl1-mesa-dri libglu1-mesa libfreetype6 (as root; it renders in software, without GPU or display)"
 )
 NO_DEVICE = (
     "no device of EGL draws. Mesa's software renderer does (libegl-mesa0, libgl1-mesa-dri), unless "

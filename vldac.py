@@ -20,8 +20,8 @@ it), P prompt length, R response length (both padded), H hidden size. Tensors (T
 environment step, (B, R) per token. "Deviation n" says where the code differs from the paper or its released
 code, and why.
 Where to begin: the loop of `train`, which calls `collect`, `make_minibatches`, `score`, `add_advantages` and
-`update`. They stand above it, in the order in which one reads them. Below it is what the algorithm stands on:
-loading a model, processes, evaluation, log and checkpoint, options.
+`update`. They, and the losses, the advantages and the policy that they use, stand above it; what is left,
+below: loading a model, processes, evaluation, log and checkpoint, options.
 Without a GPU the model is a toy, a tiny VLM that extras/toy.py first teaches to see and to speak by
 imitation, so that one can watch the algorithm on a laptop.
 
@@ -76,11 +76,11 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
 
 @dataclass
 class Args:
-    """Every option and its default. Where they are from is in docs/guide.md.
+    """Every option and its default. The source of each is in docs/guide.md.
 
     The rule: the paper's Table 6 where it speaks, else the effective value of the released code, unless that
-    is a bug. Some worlds, and the toy model, have defaults of their own (WORLDS and TOY, further down), which
-    the program applies. In a notebook, `Args(...)` alone does not, and needs a model.
+    is a bug. The program also applies the defaults of some worlds and of the toy model (WORLDS and TOY,
+    further down). `Args(...)` in a notebook does not: give it a model.
     """
 
     env: str = "OneRoom"  # a world of envs.py, a Gymnasium id, or module:id (of your own, say)
@@ -97,7 +97,7 @@ class Args:
     max_episode_steps: int | None = None  # default: the world's own limit
     invalid_reward: float | None = None  # for a response without admissible action; default: the world's own
     num_images: int = 4  # newest frames in the prompt
-    max_image_tokens: int = 256  # per frame, if the model can do so; Qwen3-VL and 3.5 exceed a small one
+    max_image_tokens: int = 256  # at most, per frame; the smallest frame of some models has more
     temperature: float = 1.0
     max_new_tokens: int = 256
     # update
@@ -448,7 +448,8 @@ class VLMPolicy(nn.Module):
             lm_head = self.vlm.get_output_embeddings()
             logits = lm_head(hidden[:, P - 1 : -1])  # (B, R, vocabulary), each from the token before
         # Deviation 8: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16: at
-        # a probability of 1 % in steps of a third of the clip range.
+        # a probability of 1 % in steps of a third of the clip range. The head is left in bfloat16: in fp32
+        # the ratios were hardly more exact, as the hidden states are rounded as coarsely.
         logits = logits.float()
         if self.logit_cap:
             logits = self.logit_cap * (logits / self.logit_cap).tanh()
@@ -547,7 +548,7 @@ class Step:
 
 
 def act(policy, players) -> list[Step]:
-    """The next step of every player."""
+    """The next step of every player: its response is sampled, parsed and played."""
     # Deviation 10: all environments share each forward pass; the released code plays one at a time.
     prompts = [policy.encode(*player.turn()) for player in players]
     responses = policy.sample(prompts)
@@ -661,7 +662,7 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict
 
     value_only  train the value head alone (warm-up)
     """
-    policy.train()  # for gradient checkpointing
+    policy.train()  # only gradient checkpointing depends on it
     lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
     log = UpdateLog(args)
     for epoch in range(args.update_epochs):
@@ -691,7 +692,7 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict
                     loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss  # Eq. 6
                 (loss * len(micro) / size).backward()
                 losses = {"policy_loss": pg_loss, "kl": kl, "value_loss": v_loss}
-                log.micro_batch(losses, newlogprobs, logprobs, baselogprobs, mask)
+                log.add(losses, newlogprobs, logprobs, baselogprobs, mask)
 
             if value_only:
                 policy.peft_model.zero_grad()  # with --stop_grad false, the value loss has reached LoRA
@@ -710,14 +711,14 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict
 # ------------------------------------------------------------------------------------------- the training
 
 
-def cosine(u, num_updates, start, end) -> float:
-    """The learning rate of an update in [0, num_updates): from start down to end, once.
+def cosine(index, num_updates, start, end) -> float:
+    """The learning rate of update `index`, 0 to num_updates - 1: from start down to end, once.
 
-    >>> [round(cosine(u, 3, 1.0, 0.0), 3) for u in range(3)]
+    >>> [round(cosine(index, 3, 1.0, 0.0), 3) for index in range(3)]
     [1.0, 0.5, 0.0]
     """
     # Deviation 15: one cosine over the planned updates; the released one has a fixed period and rises again.
-    progress = u / max(1, num_updates - 1)
+    progress = index / max(1, num_updates - 1)
     return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
 
 
@@ -1000,8 +1001,8 @@ class UpdateLog:
         self.norms = []  # of each minibatch's gradients: LoRA's, and the value head's
 
     @torch.no_grad()
-    def micro_batch(self, losses, newlogprobs, logprobs, baselogprobs, mask):
-        """losses: scalars by name; the others (B, R)."""
+    def add(self, losses, newlogprobs, logprobs, baselogprobs, mask):
+        """What there is to say of a micro-batch. losses: scalars by name; the others (B, R)."""
         logratio = newlogprobs - logprobs
         ratio = logratio.exp()
         distance = (ratio - 1).abs()

@@ -33,8 +33,8 @@ def response_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
     """PPO's clip on one ratio per response, to minimise. The arguments are policy_loss's.
 
     >>> lp, one = torch.tensor([[0.8109, 0.0]]), torch.ones(1, 2)  # ratios 2.25 and 1: their mean is 1.5
-    >>> response_loss(lp, torch.zeros(1, 2), torch.tensor([2.0]), one, clip_coef=0.2)  # clipped at 1.2
-    tensor(-2.4000)
+    >>> response_loss(lp, torch.zeros(1, 2), torch.tensor([-2.0]), one, clip_coef=0.2)  # A < 0: not clipped
+    tensor(3.0000)
     """
     logratio = (newlogprobs - logprobs).masked_fill(mask == 0, 0)
     mean = logratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)  # (B, 1)

@@ -101,7 +101,7 @@ def update(policy, optimizer, minibatches, args, value_only=False):
                     loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss
                 (loss * len(micro) / size).backward()
                 losses = {"policy_loss": pg_loss, "kl": kl, "value_loss": v_loss}
-                log.micro_batch(losses, newlogprobs, logprobs, baselogprobs, mask)
+                log.add(losses, newlogprobs, logprobs, baselogprobs, mask)
 
             if value_only:
                 policy.peft_model.zero_grad()
