@@ -516,8 +516,10 @@ def test_minibatches_hold_every_step_once():
     assert len(met) == 24 and set(met) == set(steps) and met != steps
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+EACH_FAMILY = [("qwen2_vl", "float32"), *((family, "bfloat16") for family in FAMILIES)]
+
+
+@pytest.mark.parametrize("family, dtype", EACH_FAMILY)
 def test_the_first_minibatch_has_ratio_one_to_the_bit(family, dtype, model_folder):
     """And the later ones have not. Log-probabilities and all that is trained are in fp32."""
     policy = make_policy(model_folder(family), dtype=dtype, minibatch_size=3, micro_batch_size=2)
@@ -1866,7 +1868,7 @@ def test_what_is_not_admissible_costs_a_step_and_ends_in_time(name, action):
     pytest.param("Hallway", 40, 1, 1, marks=needs_opengl),
     pytest.param("OneRoom", 40, 1, 1, marks=needs_opengl),
     ("EZPoints", 200, 1, 1),
-    ("Points24", 100, 0.6, 0.85),  # about 73 % of the deals have a solution
+    ("Points24", 50, 0.6, 0.9),  # about 73 % of the deals have a solution
     ("Blackjack", 400, 0.36, 0.5),  # basic strategy: 0.43
 ])  # fmt: skip
 def test_the_hints_win_what_can_be_won(name, seeds, lowest, highest):
