@@ -10,15 +10,17 @@
     python eval.py table runs/A runs/B                 the figures of runs, a row each
     python eval.py methods runs/*                      the figures of methods, each tested against the first
     python eval.py plot runs/A runs/B random.json      learning curves, results as dashed lines
+    python eval.py rows runs/A runs/B                  their logs as rows of docs/runs.csv, without its header
 
-All but the last four play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
+All but the last five play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
 trains, and write to --out FILE. `page` plays as many as the run's own evaluations (20 if it had none). --mode
 greedy takes the likeliest tokens. Options given here win over those of the run. For plot, --out FILE comes
-last. A run may be one of RL4VLM or of LOOP (extras/) too; table, methods and plot also take a log file of
-docs/logs.
+last. A run may be one of RL4VLM or of LOOP (extras/) too. Instead of runs, table, methods and plot take
+docs/runs.csv, and after it what to show: docs/runs.csv OneRoom/VL-DAC OneRoom/LOOP
 """
 
 import base64
+import csv
 import dataclasses
 import html
 import io
@@ -102,20 +104,15 @@ def summarize(episodes) -> dict:
     """Every figure of a result, from its episodes."""
     result = vldac.summary(episodes)
     successes = sum(episode["success"] is True for episode in episodes)
-    steps = sum(episode["length"] for episode in episodes)
-    captions = sum(episode["captions"] for episode in episodes)
     if result["success_rate"] is not None:
         result["interval"] = wilson(successes, len(episodes))
-    if captions:
-        result["thought_agreement"] = sum(episode["true"] for episode in episodes) / captions
-    return result | {"response_tokens": sum(episode["tokens"] for episode in episodes) / steps}
+    return result
 
 
 def describe(result) -> str:
     """A line about a result.
 
-    >>> episode = {"seed": 0, "success": True, "return": 1.0, "length": 4, "invalid": 1}
-    >>> episodes = [episode | {"tokens": 36, "captions": 0, "true": 0}] * 2
+    >>> episodes = [{"seed": 0, "success": True, "return": 1.0, "length": 4, "invalid": 1}] * 2
     >>> result = {"player": "start", "mode": "greedy", "task": {"env": "OneRoom"}, "episodes": episodes}
     >>> describe(result | {"summary": summarize(episodes)})
     'OneRoom, start, greedy, 2 episodes: success 1.000 (0.342-1.000), return 1.000, length 4.0'
@@ -195,27 +192,6 @@ def recorded(act, recordings):
     return recording_act
 
 
-def counted(act, counts):
-    """The same as `act`; it also adds to `counts`, by seed, tokens, and how many thoughts are true.
-
-    A thought is true if it is the world's caption, which the toy was taught to say.
-    """
-
-    def counting_act(policy, players):
-        captions = [None] * len(players)
-        if policy:  # a scripted player has no thoughts
-            captions = [envs.describe(player.env, "caption") for player in players]
-        steps = act(policy, players)
-        for player, caption, step in zip(players, captions, steps, strict=True):
-            count = counts.setdefault(player.seed, {"tokens": 0, "captions": 0, "true": 0})
-            count["tokens"] += len(step.tokens)
-            count["captions"] += caption is not None
-            count["true"] += caption is not None and json.dumps(caption) in step.text
-        return steps
-
-    return counting_act
-
-
 # --------------------------------------------------------------------------------------------- the players
 
 
@@ -267,26 +243,20 @@ def evaluate(command, args, checkpoint=None, recordings=None):
         raise UserError(f"{args.env} gives no hint")
     result["task"] = {name: getattr(args, name) for name in TASK}
     result["task"]["max_episode_steps"] = players[0].info["left"]  # the limit that holds
-    counts = {}
-    episodes = vldac.evaluate(policy, players, range(args.episodes), counted(act, counts))
-    episodes = [episode | counts[episode["seed"]] for episode in episodes]
+    episodes = vldac.evaluate(policy, players, range(args.episodes), act)
     return result | {"summary": summarize(episodes), "episodes": episodes}
 
 
 # ------------------------------------------------------------------------------------- a page about a run
 
 
-def load_log(path):
-    """A run's rows and options, of its folder or of a log file in docs/logs; UserError if it is none."""
-    path = Path(path)
+def load_log(folder):
+    """The rows and the options of a run; UserError if the folder is none's."""
     try:
-        if path.is_dir():
-            rows = [json.loads(line) for line in (path / "log.jsonl").read_text().splitlines()]
-            return rows, json.loads((path / "args.json").read_text())
-        options, *rows = [json.loads(line) for line in path.read_text().splitlines()]
-        return rows, options
+        rows = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
+        return rows, json.loads(Path(folder, "args.json").read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is neither the folder of a run nor its log: {error}") from None
+        raise UserError(f"{folder} is not the folder of a run: {error}") from None
 
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -448,56 +418,105 @@ def compare(path_a, path_b) -> str:
     )
 
 
+# The columns of docs/runs.csv, in which a row is an update of a run, and what they are called in its log.
+LOGGED = {
+    "step": "global_step",
+    "success": "charts/success_rate",
+    "invalid": "charts/invalid_action_rate",
+    "kl_base": "losses/kl_base",
+    "eval_success": "eval/success_rate",
+    "eval_invalid": "eval/invalid_action_rate",
+}
+COLUMNS = ["world", "method", "seed", "episodes", *LOGGED, "eval_greedy"]  # episodes that ended in the update
+
+
+def rows_of_run(folder) -> list[dict]:
+    """A run's log, as rows of such a table. The method is the folder's name without world and seed."""
+    log, args = load_log(folder)
+    world = args["env"].rpartition(":")[2].removesuffix("-v0")
+    default = re.sub(r"[^\w.-]+", "-", args["env"])  # in the name that a run has if none is given
+    name = Path(folder).name.removeprefix(f"{default}-").removeprefix(f"{world}-")
+    method = re.sub(rf"-{args['seed']}(-\d+)?$", "", name)  # a taken name has got -2, -3 ...
+    run = {"world": world, "method": method, "seed": args["seed"]}
+    rows = []
+    for row in log:
+        values = [row.get(key) for key in LOGGED.values()]
+        values = [round(x, 5) if isinstance(x, float) else x for x in values]
+        rows.append(run | {"episodes": len(row.get("episodes", []))} | dict(zip(LOGGED, values, strict=True)))
+    return rows
+
+
+def is_finished(folder) -> bool:
+    """Whether no other update would fit into the run's budget."""
+    log, args = load_log(folder)
+    return log[-1]["global_step"] + args["num_envs"] * args["num_steps"] > args["total_timesteps"]
+
+
+def load_table(path, names) -> list[list[dict]]:
+    """The rows of each run that is of one of the names, "world/method", in this order."""
+    runs = {}
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            name = f"{row['world']}/{row['method']}"
+            if name in names:
+                numbers = {column: float(x) if x else None for column, x in list(row.items())[2:]}
+                key = names.index(name), int(row["seed"])
+                runs.setdefault(key, []).append(row | numbers)
+    if len({number for number, _ in runs}) < len(names) or not names:
+        raise UserError(f"{path}: after it, the worlds and methods that it has, like OneRoom/VL-DAC")
+    return [runs[key] for key in sorted(runs)]
+
+
 @dataclass
 class Curve:
     """What a table or a plot shows of a run."""
 
     world: str
-    label: str  # the run's name without world and seed: the method
+    method: str
     seed: int
     steps: np.ndarray  # (updates + 1,) from 0 on
     rates: np.ndarray  # (updates + 1,) success of the last 100 episodes; *before* until there is a first one
     before: float | None  # success on the fixed seeds
     after: float | None
     parsed: float  # of the responses at the end
-    finished: bool
 
     def mean(self) -> float:
         """Success averaged over the run, from step 0 to its end.
 
         >>> steps, rates = np.array([0, 10, 30]), np.array([0.2, 0.2, 0.6])
-        >>> curve = Curve("OneRoom", "VL-DAC", 0, steps, rates, 0.2, 0.6, 1.0, finished=True)
-        >>> curve.mean()  # (10 * 0.2 + 20 * 0.4) / 30
+        >>> Curve("OneRoom", "VL-DAC", 0, steps, rates, 0.2, 0.6, 1.0).mean()  # (10 * 0.2 + 20 * 0.4) / 30
         0.3333333333333333
         """
         return np.trapezoid(self.rates, self.steps).item() / self.steps[-1].item()
 
 
-def load_curve(path) -> Curve:
-    """A run's curve; UserError if there is none yet."""
-    rows, args = load_log(path)
-    evaluations = [row for row in rows if "eval/success_rate" in row]
-    rates = [row.get("charts/success_rate") for row in rows if row["update"] > 0]
-    known = [rate for rate in rates if rate is not None]
+def curve_of(rows) -> Curve:
+    """A run's curve, from its rows; UserError if there is none yet."""
+    first, *later = rows
+    known = [row["success"] for row in later if row["success"] is not None]
     if not known:
-        raise UserError(f"{path} has no success rate yet")
-    before = evaluations[0]["eval/success_rate"] if evaluations else None
+        raise UserError(f"{first['world']}, {first['method']}, {first['seed']}: there is no success rate yet")
+    before = first["eval_success"]
     start = known[0] if before is None else before
-    last = rows[-1]
-    after = evaluations[-1] if len(evaluations) > 1 else {}
-    world = re.sub(r"[^\w.-]+", "-", args["env"])  # as in the run's name
-    name = Path(path).name.removesuffix(".jsonl").removeprefix(f"{world}-")
+    evaluations = [row for row in later if row["eval_success"] is not None]
+    after = evaluations[-1] if evaluations else {}
     return Curve(
-        world=args["env"],
-        label=re.sub(rf"-{args['seed']}(-\d+)?$", "", name),  # a taken name has got -2, -3 ...
-        seed=args["seed"],
-        steps=np.array([0] + [row["global_step"] for row in rows if row["update"] > 0]),
-        rates=np.array([start] + [start if rate is None else rate for rate in rates]),
+        world=first["world"],
+        method=first["method"],
+        seed=int(first["seed"]),
+        steps=np.array([int(row["step"]) for row in rows]),
+        rates=np.array([start] + [start if row["success"] is None else row["success"] for row in later]),
         before=before,
-        after=after.get("eval/success_rate"),
-        parsed=1 - after.get("eval/invalid_action_rate", last["charts/invalid_action_rate"]),
-        finished=last["global_step"] + args["num_envs"] * args["num_steps"] > args["total_timesteps"],
+        after=after.get("eval_success"),
+        parsed=1 - after.get("eval_invalid", later[-1]["invalid"]),
     )
+
+
+def load_curves(words) -> list[Curve]:
+    """Those of runs' folders, or of a table and the names after it."""
+    if words[0].endswith(".csv"):
+        return [curve_of(rows) for rows in load_table(words[0], words[1:])]
+    return [curve_of(rows_of_run(folder)) for folder in words]
 
 
 def markdown(lines) -> str:
@@ -523,15 +542,14 @@ def markdown(lines) -> str:
     return "\n".join([rows[0], rule, *rows[1:]])
 
 
-def table(paths) -> str:
+def table(words) -> str:
     """A row for every run."""
-    lines = [["world", "run", "seed", "before", "after", "last 100", "mean", "steps to 0.8", "parsed"]]
-    for path in paths:
-        curve = load_curve(path)
+    lines = [["world", "method", "seed", "before", "after", "last 100", "mean", "steps to 0.8", "parsed"]]
+    for curve in load_curves(words):
         solved = curve.steps[curve.rates >= 0.8].tolist()
         ends = [curve.before, curve.after, curve.rates[-1].item(), curve.mean()]
         steps = solved[0] if solved else None
-        lines.append([curve.world, curve.label, curve.seed, *ends, steps, curve.parsed])
+        lines.append([curve.world, curve.method, curve.seed, *ends, steps, curve.parsed])
     return markdown(lines)
 
 
@@ -539,7 +557,7 @@ def groups_of(curves) -> dict[tuple[str, str], list[Curve]]:
     """The runs of each (world, method), in the order of the first of them."""
     groups = {}
     for curve in curves:
-        groups.setdefault((curve.world, curve.label), []).append(curve)
+        groups.setdefault((curve.world, curve.method), []).append(curve)
     return groups
 
 
@@ -548,17 +566,19 @@ def mean_of(values) -> float | None:
     return None if None in values else np.mean(values).item()
 
 
-def methods(paths) -> str:
+def methods(words) -> str:
     """A row for every method: figures of success averaged over the run, and means of the others.
 
-    p is that of the exact rank-sum test of these averages against those of the world's first method. Runs
-    that are not finished are left out, and named below the table.
+    p is that of the exact rank-sum test of these averages against those of the world's first method. Folders
+    of runs that are not finished are left out, and named below the table.
     """
-    curves = {path: load_curve(path) for path in paths}
-    unfinished = [path for path, curve in curves.items() if not curve.finished]
+    unfinished = []
+    if not words[0].endswith(".csv"):
+        unfinished = [folder for folder in words if not is_finished(folder)]
+        words = [folder for folder in words if folder not in unfinished]
     lines = [["world", "method", "runs", "worst", "mean", "best", "before", "after", "parsed", "p"]]
     first = {}
-    for (world, label), group in groups_of(curves[path] for path in paths if path not in unfinished).items():
+    for (world, method), group in groups_of(load_curves(words) if words else []).items():
         averages = [curve.mean() for curve in group]
         p = rank_sum(averages, first[world]) if world in first else None
         first.setdefault(world, averages)
@@ -566,21 +586,22 @@ def methods(paths) -> str:
         before = mean_of([curve.before for curve in group])
         after = mean_of([curve.after for curve in group])
         parsed = mean_of([curve.parsed for curve in group])
-        lines.append([world, label, len(group), *spread, before, after, parsed, p])
+        lines.append([world, method, len(group), *spread, before, after, parsed, p])
     left_out = f"\nnot finished, so left out: {', '.join(unfinished)}" if unfinished else ""
     return markdown(lines) + left_out
 
 
-def plot(paths, out):
+def plot(words, out):
     """Learning curves: a panel per world; seeds as thin lines, their mean as a thick one, results dashed."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise UserError(f"{error}: pip install matplotlib") from None
-    results = [load_result(path) for path in paths if path.endswith(".json")]
+    results = [load_result(word) for word in words if word.endswith(".json")]
     if any(result["summary"]["success_rate"] is None for result in results):
         raise UserError("a result without success flags has no rate to plot")
-    groups = groups_of(load_curve(path) for path in paths if not path.endswith(".json"))
+    runs = [word for word in words if not word.endswith(".json")]
+    groups = groups_of(load_curves(runs) if runs else [])
     worlds = [world for world, _ in groups] + [result["task"]["env"] for result in results]
     worlds = list(dict.fromkeys(worlds))  # each once
     columns = min(2, len(worlds))
@@ -593,9 +614,9 @@ def plot(paths, out):
         axes[world].xaxis.set_major_formatter("{x:,.0f}")
         axes[world].grid(alpha=0.3)
     lines, colors = {}, {}  # a method has the same colour in every panel
-    for (world, label), group in groups.items():
-        name = f"{label}, mean and each seed" if len(group) > 1 else label
-        color = colors.setdefault(label, f"C{len(colors)}")
+    for (world, method), group in groups.items():
+        name = f"{method}, mean and each seed" if len(group) > 1 else method
+        color = colors.setdefault(method, f"C{len(colors)}")
         steps = np.unique(np.concatenate([curve.steps for curve in group]))
         steps = steps[steps <= min(curve.steps[-1] for curve in group)]  # those that all runs have reached
         rates = np.array([np.interp(steps, curve.steps, curve.rates) for curve in group])  # (runs, steps)
@@ -665,8 +686,7 @@ def report(result, args, folder, content=None):
     out = Path(args.out or out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(content or json.dumps(result) + "\n", encoding="utf-8")
-    invalid, tokens = result["summary"]["invalid_action_rate"], result["summary"]["response_tokens"]
-    print(f"{describe(result)}, invalid {invalid:.3f}, {tokens:.1f} tokens per response -> {out}")
+    print(f"{describe(result)}, invalid {result['summary']['invalid_action_rate']:.3f} -> {out}")
 
 
 def main(argv=None):
@@ -694,6 +714,9 @@ def main(argv=None):
                 plot(paths, out)
             case ["plot", *paths] if paths:
                 plot(paths, "curves.png")
+            case ["rows", *folders] if folders:
+                for folder in folders:
+                    csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n").writerows(rows_of_run(folder))
             case _:
                 print(__doc__)
                 raise SystemExit(2)

@@ -1715,9 +1715,9 @@ def test_a_rank_sum_test_is_that_of_all_choices(n, m):
 
 
 @pytest.fixture
-def logs(tmp_path):
-    """Five log files: evaluations before and after, and from step 20 on a rate every 10 steps."""
-    paths = []
+def runs(tmp_path):
+    """Folders of five runs: evaluations before and after, and from step 20 on a rate every 10 steps."""
+    folders = []
     for name, before, *rates in (
         ("NumberLine-tiny-0", 0.1, 0.2, 0.6, 1.0),
         ("NumberLine-tiny-1-2", 0.2, 0.4, 0.8, 0.6),  # its name was taken
@@ -1726,45 +1726,64 @@ def logs(tmp_path):
         ("OneRoom-LOOP-4", 0.5, 0.5),  # it was stopped
     ):
         world, _, seed, *_ = name.split("-")
-        options = {"env": world, "seed": int(seed), "num_envs": 2, "num_steps": 5, "total_timesteps": 40}
-        rows = [options, {"update": 0, "global_step": 0, "eval/success_rate": before}]
+        rows = [{"update": 0, "global_step": 0, "eval/success_rate": before}]
         for k, rate in enumerate([None, *rates], 1):
             row = {"update": k, "global_step": 10 * k, "charts/success_rate": rate}
             rows.append(row | {"charts/invalid_action_rate": 0.25})
         rows[-1] |= {"eval/success_rate": 0.9, "eval/invalid_action_rate": 0.125}
-        paths.append(tmp_path / f"{name}.jsonl")
-        paths[-1].write_text("\n".join(map(json.dumps, rows)))
-    return [str(path) for path in paths]
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        options = {"env": world, "seed": int(seed), "num_envs": 2, "num_steps": 5, "total_timesteps": 40}
+        (folder / "args.json").write_text(json.dumps(options))
+        folders.append(str(folder))
+    return folders
 
 
-def test_tables_of_runs_and_of_methods(logs, capsys):
+def test_tables_of_runs_and_of_methods(runs, tmp_path, capsys):
     """By hand: until the first rate it is the evaluation before training that counts.
 
     So the mean of tiny, seed 0, is ((.1 + .1) / 2 + (.1 + .2) / 2 + (.2 + .6) / 2 + (.6 + 1) / 2) / 4.
     One run is below two others in one of three ways, or above them: p is 2 / 3.
     """
-    evaluation.main(["table", *logs[:3]])
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        "| NumberLine | tiny | 0 | 0.100 | 0.900 | 1.000 | 0.362 | 40 | 0.875 |",
-        "| NumberLine | tiny | 1 | 0.200 | 0.900 | 0.600 | 0.450 | 30 | 0.875 |",
-        "| NumberLine | LOOP | 0 | 0.100 | 0.900 | 0.100 | 0.100 | - | 0.875 |",
-    ]
-    evaluation.main(["methods", *logs])
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        "| NumberLine | tiny | 2 | 0.362 | 0.406 | 0.450 | 0.150 | 0.900 | 0.875 | - |",
-        "| NumberLine | LOOP | 1 | 0.100 | 0.100 | 0.100 | 0.100 | 0.900 | 0.875 | 0.667 |",
-        "| OneRoom | LOOP | 1 | 0.500 | 0.500 | 0.500 | 0.500 | 0.900 | 0.875 | - |",
-        f"not finished, so left out: {logs[-1]}",
-    ]
+    tables = {
+        "table": [
+            "| NumberLine | tiny | 0 | 0.100 | 0.900 | 1.000 | 0.362 | 40 | 0.875 |",
+            "| NumberLine | tiny | 1 | 0.200 | 0.900 | 0.600 | 0.450 | 30 | 0.875 |",
+            "| NumberLine | LOOP | 0 | 0.100 | 0.900 | 0.100 | 0.100 | - | 0.875 |",
+        ],
+        "methods": [
+            "| NumberLine | tiny | 2 | 0.362 | 0.406 | 0.450 | 0.150 | 0.900 | 0.875 | - |",
+            "| NumberLine | LOOP | 1 | 0.100 | 0.100 | 0.100 | 0.100 | 0.900 | 0.875 | 0.667 |",
+        ],
+    }
+
+    def printed(*words):
+        evaluation.main(list(words))
+        return capsys.readouterr().out.splitlines()
+
+    for command, lines in tables.items():
+        assert printed(command, *runs[:3])[2:] == lines
+    last = "| OneRoom | LOOP | 1 | 0.500 | 0.500 | 0.500 | 0.500 | 0.900 | 0.875 | - |"
+    assert printed("methods", *runs)[-2:] == [last, f"not finished, so left out: {runs[-1]}"]
+
+    csv = tmp_path / "runs.csv"
+    rows = printed("rows", *runs[:4])
+    csv.write_text("\n".join([",".join(evaluation.COLUMNS), *rows]))
+    for command, lines in tables.items():
+        assert printed(command, str(csv), "NumberLine/tiny", "NumberLine/LOOP")[2:] == lines
+    assert "worlds and methods that it has" in refused(
+        ["table", csv, "OneRoom/tiny"], capsys, evaluation.main
+    )
 
 
-def test_learning_curves(logs, tmp_path, monkeypatch):
+def test_learning_curves(runs, tmp_path, monkeypatch):
     """A panel per world, a thick line for the mean of a method's seeds, a dashed one for a result."""
     matplotlib = pytest.importorskip("matplotlib.figure", reason="plots need: pip install matplotlib")
     drawn = []
     monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     evaluated(tmp_path / "hint.json", "hint", "--env", "NumberLine", "--episodes", 2)
-    evaluation.main(["plot", *logs[:4], str(tmp_path / "hint.json"), "--out", "curves.png"])
+    evaluation.main(["plot", *runs[:4], str(tmp_path / "hint.json"), "--out", "curves.png"])
     [figure] = drawn
     assert [axis.get_title() for axis in figure.axes] == ["NumberLine", "OneRoom"]
     mean, *_, dashed = figure.axes[0].lines
@@ -1782,8 +1801,7 @@ WRONG_EVALUATIONS = {
     "random --env NumberLine --episodes 0": "--episodes must be at least 1",
     "model --env NumberLine --device cpu": "a toy belongs to a run",
     "compare other.json other.json": "it was not written by eval.py",
-    "table nowhere": "nowhere is neither the folder of a run nor its log",
-    "table other.json": "other.json has no success rate yet",
+    "table nowhere": "nowhere is not the folder of a run",
 }
 
 
