@@ -15,7 +15,7 @@
 All but the last five play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
 trains, and write to --out FILE. `page` plays as many as the run's own evaluations (20 if it had none). --mode
 greedy takes the likeliest tokens. Options given here win over those of the run. For plot, --out FILE comes
-last. A run may be one of RL4VLM or of LOOP (extras/) too. Instead of runs, table, methods and plot take
+last. A run may be one of another algorithm in extras/, too. Instead of runs, table, methods and plot take
 docs/runs.csv, and after it what to show: docs/runs.csv OneRoom/VL-DAC OneRoom/LOOP
 """
 

@@ -628,17 +628,17 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     steps        B = T * N, of which step t of player n is number t * N + n
     last_values  (N,) of the states after them
     Returns statistics for the log.
+    A step that timed out is not learned from: its advantage is 0 (-mean / std when normalised). Usual would
+    be to keep its reward and to add gamma V(s_t+1).
     """
     N = len(last_values)
     rewards = torch.tensor([step.reward for step in steps]).view(-1, N)  # (T, N)
     values = torch.tensor([step.value for step in steps]).view(-1, N)
     dones = torch.tensor([step.done for step in steps]).view(-1, N)
     timed_out = torch.tensor([step.timed_out for step in steps]).view(-1, N)
-    # Deviation 12: at a time-out V(s_t) takes the place of the reward, and the episode ends. So the step has
-    # return V(s_t) and advantage 0 (-mean / std after the normalisation), and the steps before it bootstrap
-    # from V(s_t). Usual is to keep the reward and to add gamma V(s_t+1), but MiniWorld's -1 at a time-out
-    # says little about the last actions, and made learning slower (docs/study.md). The released code has this
-    # in MiniWorld only.
+    # Deviation 12: at a time-out V(s_t) takes the place of the reward, and the steps before bootstrap from
+    # it; the released code has this in MiniWorld only. Why: MiniWorld's -1 at a time-out says little about
+    # the last actions, and made learning slower (docs/study.md).
     rewards = torch.where(timed_out, values, rewards)
     last_values = last_values.cpu()
     advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
@@ -1075,7 +1075,7 @@ def write_row(folder: Path, row: dict, args: Args):
     if row["update"] % 10 == 1:
         say("   steps" + "".join(f"{name:>9}" for name in COLUMNS))
     if row["update"] > 0:
-        numbers = [row.get(key) for key in COLUMNS.values()]  # extras/loop.py has no explained variance
+        numbers = [row.get(key) for key in COLUMNS.values()]
         cells = ["-" if x is None else f"{x:.3f}" for x in numbers]
         say(f"{row['global_step']:>8}" + "".join(f"{cell:>9}" for cell in cells))
     evaluation = []
@@ -1248,6 +1248,8 @@ def make_parser(options) -> HfArgumentParser:
         comments[name.strip()] = comment
     for action in parser._actions:
         action.help = action.help or f"{comments[action.dest]} (default: %(default)s)"
+        if action.option_strings[0].startswith("--no_"):  # --no_stop_grad, which is --stop_grad false
+            action.help = argparse.SUPPRESS
     return parser
 
 
