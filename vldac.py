@@ -649,7 +649,8 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     for step, advantage, ret in zip(steps, normalised.flatten(), returns.flatten(), strict=True):
         step.advantage = advantage.item()
         step.ret = ret.item()
-    variance, unexplained = returns.var().item(), (returns - values).var().item()
+    variance = returns.var().item()
+    unexplained = (returns - values).var().item()
     explained = 1 - unexplained / variance if variance > 0 else None
     return {"explained_variance": explained, "advantage_std": std}
 
@@ -1202,20 +1203,25 @@ def load_args(folder, options=Args, exact=False) -> Args:
 
 def mistakes(args: Args) -> list[str]:
     """What a person mistyped, in words, before a model is loaded."""
-    rules = []  # whether each holds, and what to say if not
+    found = []
     for name, x in vars(args).items():
         least = 0 if name in MAY_BE_ZERO else 1
-        counts = [count for count in (x if isinstance(x, list) else [x]) if type(count) is int]
-        rules.append((all(count >= least for count in counts), f"--{name} must be at least {least}"))
+        numbers = x if isinstance(x, list) else [x]
+        if any(type(number) is int and number < least for number in numbers):
+            found.append(f"--{name} must be at least {least}")
     for name in ("gamma", "gae_lambda"):
-        rules.append((0 <= getattr(args, name) <= 1, f"--{name} must be between 0 and 1"))
+        if not 0 <= getattr(args, name) <= 1:
+            found.append(f"--{name} must be between 0 and 1")
     for name in ("vf_coef", "kl_coef"):
-        rules.append((getattr(args, name) >= 0, f"--{name} must be at least 0"))
+        if not getattr(args, name) >= 0:
+            found.append(f"--{name} must be at least 0")
     for name in ("learning_rate", "final_learning_rate", "temperature", "clip_coef", "max_grad_norm"):
-        rules.append((getattr(args, name) > 0, f"--{name} must be above 0"))
+        if not getattr(args, name) > 0:
+            found.append(f"--{name} must be above 0")
     steps = args.num_envs * args.num_steps
-    rollout, processes = f"num_envs * num_steps = {steps}", f"a multiple of the {WORLD_SIZE} processes"
-    rules += [
+    rollout = f"num_envs * num_steps = {steps}"
+    processes = f"a multiple of the {WORLD_SIZE} processes"
+    rules = [  # whether each holds, and what to say if not
         (steps >= 2, f"{rollout} must be at least 2, or no advantage can be normalised"),
         (steps <= args.total_timesteps, f"{rollout} must be at most --total_timesteps"),
         (steps % max(1, args.minibatch_size) == 0, f"{rollout} must be a multiple of --minibatch_size"),
@@ -1224,7 +1230,7 @@ def mistakes(args: Args) -> list[str]:
         (WORLD_SIZE == 1 or ":" not in args.device, "--device must have no number: each process has its GPU"),
         (not args.track or find_spec("wandb"), "--track needs Weights & Biases: pip install wandb"),
     ]
-    found = [words for holds, words in rules if not holds]
+    found += [words for holds, words in rules if not holds]
     if args.model != "tiny":
         try:
             if type(AutoConfig.from_pretrained(args.model)) not in PROCESSOR_MAPPING:
