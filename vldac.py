@@ -1118,8 +1118,9 @@ def save_checkpoint(folder: Path, policy, optimizer, players, **state):
     all_players = gather([{name: getattr(player, name) for name in names} for player in players])
     if RANK > 0:
         return
-    state |= {"players": all_players, "weights": trainable_weights(policy)}
-    state |= {"optimizer": optimizer.state_dict()}
+    state["players"] = all_players
+    state["weights"] = trainable_weights(policy)
+    state["optimizer"] = optimizer.state_dict()
     state["log_bytes"] = (folder / "log.jsonl").stat().st_size
     torch.save(state, folder / "checkpoint.tmp")
     os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")
@@ -1283,11 +1284,11 @@ def parse_args(argv=None, options=Args, saved=None) -> Args:
         if not config.exists():
             parser.error(f"--adapter {given.adapter} is not the folder of an adapter: no {config.name}")
         adapter = json.loads(config.read_text())
-        lora = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"]}
-        parser.set_defaults(**lora)
+        rank, alpha = adapter["r"], adapter["lora_alpha"]
+        parser.set_defaults(lora_rank=rank, lora_alpha=alpha)
     args = options(**vars(parser.parse_args(argv)))
-    if given.adapter and lora != {name: getattr(args, name) for name in lora}:
-        parser.error(f"--adapter {given.adapter} has another rank or alpha: {lora}")
+    if given.adapter and (args.lora_rank, args.lora_alpha) != (rank, alpha):
+        parser.error(f"--adapter {given.adapter} has rank {rank} and alpha {alpha}")
     if given.resume:
         for name in vars(args).keys() - MAY_CHANGE:
             if getattr(args, name) != getattr(saved, name):
