@@ -427,7 +427,8 @@ LOGGED = {
     "eval_success": "eval/success_rate",
     "eval_invalid": "eval/invalid_action_rate",
 }
-COLUMNS = ["world", "method", "seed", "episodes", *LOGGED, "eval_greedy"]  # episodes that ended in the update
+# episodes: that ended in the update. eval_greedy: success of `eval.py start --mode greedy`.
+COLUMNS = ["world", "method", "seed", "episodes", *LOGGED, "eval_greedy"]
 
 
 def rows_of_run(folder) -> list[dict]:
@@ -443,6 +444,8 @@ def rows_of_run(folder) -> list[dict]:
         values = [row.get(key) for key in LOGGED.values()]
         values = [round(x, 5) if isinstance(x, float) else x for x in values]
         rows.append(run | {"episodes": len(row.get("episodes", []))} | dict(zip(LOGGED, values, strict=True)))
+    for path in Path(folder, "eval").glob("*-start-greedy-*.json"):
+        rows[0]["eval_greedy"] = load_result(path)["summary"]["success_rate"]
     return rows
 
 
@@ -476,17 +479,22 @@ class Curve:
     seed: int
     steps: np.ndarray  # (updates + 1,) from 0 on
     rates: np.ndarray  # (updates + 1,) success of the last 100 episodes; *before* until there is a first one
+    episodes: int | None  # that have ended
     before: float | None  # success on the fixed seeds
+    greedy: float | None  # the same with the likeliest tokens
     after: float | None
     parsed: float  # of the responses at the end
 
-    def mean(self) -> float:
-        """Success averaged over the run, from step 0 to its end.
+    def mean(self) -> float | None:
+        """Success averaged over the run, from step 0 to its end; None if there was no update.
 
         >>> steps, rates = np.array([0, 10, 30]), np.array([0.2, 0.2, 0.6])
-        >>> Curve("OneRoom", "VL-DAC", 0, steps, rates, 0.2, 0.6, 1.0).mean()  # (10 * 0.2 + 20 * 0.4) / 30
+        >>> run = Curve("OneRoom", "VL-DAC", 0, steps, rates, 3, 0.2, None, 0.6, 1.0)
+        >>> run.mean()  # (10 * 0.2 + 20 * 0.4) / 30
         0.3333333333333333
         """
+        if len(self.steps) == 1:
+            return None
         return np.trapezoid(self.rates, self.steps).item() / self.steps[-1].item()
 
 
@@ -494,21 +502,25 @@ def curve_of(rows) -> Curve:
     """A run's curve, from its rows; UserError if there is none yet."""
     first, *later = rows
     known = [row["success"] for row in later if row["success"] is not None]
-    if not known:
-        raise UserError(f"{first['world']}, {first['method']}, {first['seed']}: there is no success rate yet")
     before = first["eval_success"]
+    if not known and (later or before is None):
+        raise UserError(f"{first['world']}, {first['method']}, {first['seed']}: there is no success rate yet")
     start = known[0] if before is None else before
     evaluations = [row for row in later if row["eval_success"] is not None]
-    after = evaluations[-1] if evaluations else {}
+    after = evaluations[-1]["eval_success"] if evaluations else None
+    last = evaluations[-1] if evaluations else rows[-1]
+    unparsed = last["invalid"] if last["eval_invalid"] is None else last["eval_invalid"]
     return Curve(
         world=first["world"],
         method=first["method"],
         seed=int(first["seed"]),
         steps=np.array([int(row["step"]) for row in rows]),
         rates=np.array([start] + [start if row["success"] is None else row["success"] for row in later]),
+        episodes=None if first["episodes"] is None else int(sum(row["episodes"] for row in rows)),
         before=before,
-        after=after.get("eval_success"),
-        parsed=1 - after.get("eval_invalid", later[-1]["invalid"]),
+        greedy=first.get("eval_greedy"),
+        after=after,
+        parsed=1 - unparsed,
     )
 
 
@@ -566,29 +578,61 @@ def mean_of(values) -> float | None:
     return None if None in values else np.mean(values).item()
 
 
-def methods(words) -> str:
-    """A row for every method: figures of success averaged over the run, and means of the others.
+def spread(values) -> str | None:
+    """The mean, and from what to what; None where a run has not measured it.
 
-    p is that of the exact rank-sum test of these averages against those of the world's first method. Folders
-    of runs that are not finished are left out, and named below the table.
+    >>> spread([0.5, 1.0])
+    '0.750 (0.500 to 1.000)'
+    """
+    return None if None in values else f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def methods(words) -> str:
+    """A row for every method: means over its runs.
+
+    before, greedy, after  success on the fixed seeds; greedy is before training, with the likeliest tokens
+    over the run           success averaged over the run
+    p                      exact rank-sum test of these averages against those of the world's first method
+    Folders of runs that are not finished are left out, and named below the table.
     """
     unfinished = []
     if not words[0].endswith(".csv"):
         unfinished = [folder for folder in words if not is_finished(folder)]
         words = [folder for folder in words if folder not in unfinished]
-    lines = [["world", "method", "runs", "worst", "mean", "best", "before", "after", "parsed", "p"]]
+    head = "world,method,runs,updates,episodes,before,greedy,over the run,after,parsed,p"
+    lines = [head.split(",")]
     first = {}
     for (world, method), group in groups_of(load_curves(words) if words else []).items():
         averages = [curve.mean() for curve in group]
-        p = rank_sum(averages, first[world]) if world in first else None
+        p = None
+        if world in first and None not in averages:
+            p = f"{rank_sum(averages, first[world]):.2g}"
         first.setdefault(world, averages)
-        spread = [min(averages), mean_of(averages), max(averages)]
+        updates = round(mean_of([len(curve.steps) - 1 for curve in group]))
+        episodes = mean_of([curve.episodes for curve in group])
+        episodes = None if episodes is None else round(episodes)
         before = mean_of([curve.before for curve in group])
-        after = mean_of([curve.after for curve in group])
+        greedy = mean_of([curve.greedy for curve in group])
+        after = spread([curve.after for curve in group])
         parsed = mean_of([curve.parsed for curve in group])
-        lines.append([world, method, len(group), *spread, before, after, parsed, p])
+        line = [world, method, len(group), updates, episodes, before, greedy, spread(averages), after]
+        lines.append([*line, parsed, p])
     left_out = f"\nnot finished, so left out: {', '.join(unfinished)}" if unfinished else ""
     return markdown(lines) + left_out
+
+
+# So that a method has one colour in every panel and figure.
+COLORS = {
+    "VL-DAC": "C0",
+    "RL4VLM-0.5": "C1",
+    "LOOP": "C2",
+    "response-ratio": "C3",
+    "RL4VLM-0.2": "C4",
+    "RL4VLM-0.35": "C5",
+    "RL4VLM-1": "C6",
+    "random actions": "0.5",
+    "scripted policy": "0",
+}
 
 
 def plot(words, out):
@@ -613,7 +657,7 @@ def plot(words, out):
         axes[world].set(xlabel="environment steps", ylabel="success", ylim=(-0.02, 1.02))
         axes[world].xaxis.set_major_formatter("{x:,.0f}")
         axes[world].grid(alpha=0.3)
-    lines, colors = {}, {}  # a method has the same colour in every panel
+    lines, colors = {}, dict(COLORS)
     for (world, method), group in groups.items():
         name = f"{method}, mean and each seed" if len(group) > 1 else method
         color = colors.setdefault(method, f"C{len(colors)}")

@@ -1721,13 +1721,16 @@ def runs(tmp_path):
         rows = [{"update": 0, "global_step": 0, "eval/success_rate": before}]
         for k, rate in enumerate([None, *rates], 1):
             row = {"update": k, "global_step": 10 * k, "charts/success_rate": rate}
-            rows.append(row | {"charts/invalid_action_rate": 0.25})
+            rows.append(row | {"charts/invalid_action_rate": 0.25, "episodes": [{}] * k})
         rows[-1] |= {"eval/success_rate": 0.9, "eval/invalid_action_rate": 0.125}
         folder = tmp_path / name
         folder.mkdir()
         (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
         options = {"env": world, "seed": int(seed), "num_envs": 2, "num_steps": 5, "total_timesteps": 40}
         (folder / "args.json").write_text(json.dumps(options))
+        greedy = {"task": {}, "episodes": [], "summary": {"success_rate": before / 2}}
+        (folder / "eval").mkdir()
+        (folder / "eval" / f"{world}-start-greedy-200.json").write_text(json.dumps(greedy))
         folders.append(str(folder))
     return folders
 
@@ -1745,8 +1748,10 @@ def test_tables_of_runs_and_of_methods(runs, tmp_path, capsys):
             "| NumberLine | LOOP | 0 | 0.100 | 0.900 | 0.100 | 0.100 | - | 0.875 |",
         ],
         "methods": [
-            "| NumberLine | tiny | 2 | 0.362 | 0.406 | 0.450 | 0.150 | 0.900 | 0.875 | - |",
-            "| NumberLine | LOOP | 1 | 0.100 | 0.100 | 0.100 | 0.100 | 0.900 | 0.875 | 0.667 |",
+            "| NumberLine | tiny | 2 | 4 | 10 | 0.150 | 0.075 | 0.406 (0.362 to 0.450) "
+            "| 0.900 (0.900 to 0.900) | 0.875 | - |",
+            "| NumberLine | LOOP | 1 | 4 | 10 | 0.100 | 0.050 | 0.100 (0.100 to 0.100) "
+            "| 0.900 (0.900 to 0.900) | 0.875 | 0.67 |",
         ],
     }
 
@@ -1756,14 +1761,22 @@ def test_tables_of_runs_and_of_methods(runs, tmp_path, capsys):
 
     for command, lines in tables.items():
         assert printed(command, *runs[:3])[2:] == lines
-    last = "| OneRoom | LOOP | 1 | 0.500 | 0.500 | 0.500 | 0.500 | 0.900 | 0.875 | - |"
-    assert printed("methods", *runs)[-2:] == [last, f"not finished, so left out: {runs[-1]}"]
+    *_, last, left_out = printed("methods", *runs)
+    assert last.startswith("| OneRoom | LOOP | 1 | 4 |")
+    assert left_out == f"not finished, so left out: {runs[-1]}"
 
     csv = tmp_path / "runs.csv"
     rows = printed("rows", *runs[:4])
     csv.write_text("\n".join([",".join(evaluation.COLUMNS), *rows]))
     for command, lines in tables.items():
         assert printed(command, str(csv), "NumberLine/tiny", "NumberLine/LOOP")[2:] == lines
+    taught = "NumberLine,taught,0,0,0,,,,0.25,0.5,0.125"  # a model before training has one row
+    csv.write_text("\n".join([",".join(evaluation.COLUMNS), taught]))
+    line = "| NumberLine | taught | 1 | 0 | 0 | 0.250 | 0.125 | - | - | 0.500 | - |"
+    assert printed("methods", str(csv), "NumberLine/taught")[2:] == [line]
+    assert printed("table", str(csv), "NumberLine/taught")[2:] == [
+        "| NumberLine | taught | 0 | 0.250 | - | 0.250 | - | - | 0.500 |"
+    ]
     assert "worlds and methods that it has" in refused(
         ["table", csv, "OneRoom/tiny"], capsys, evaluation.main
     )

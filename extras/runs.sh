@@ -21,6 +21,9 @@
 # * The stabilisers, each on top of the one before, OneRoom, seeds 40 to 44: RL4VLM-0.35 with none of KL, warm-up
 #   and stop-gradient (bare), with the KL, with the warm-up too; with all it is RL4VLM-0.35. No test.
 # * Where LOOP stops: Hallway, FourRooms and WallGap, seeds 40 to 44. Success after training; no test.
+# * Who taught it: each toy behind these runs before training (method "taught"), sampled, and greedy, by its
+#   likeliest tokens, 200 episodes each. If greedy fails, sharpening what was taught is not enough. And a control,
+#   OneRoomNoHints, seeds 40 to 44: VL-DAC from toys that were taught random actions only, 51,200 steps. No test.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cores=$(env -u OMP_NUM_THREADS nproc) # nproc would obey that variable
@@ -44,7 +47,12 @@ run() { # WORLD METHOD SEED PROGRAM OPTIONS...: into runs/final/WORLD-METHOD-SEE
     echo "$name failed: $(tail -n 1 "$folder.txt")" >&2
     return 1
   fi
-  python eval.py rows "$folder" > "$folder.csv"
+  if [ "$method" = taught ]; then # of which only the start counts, before the first update
+    python eval.py start "$folder" --episodes 200 --mode greedy >> "$folder.txt" 2>&1
+    python eval.py rows "$folder" | head -n 1 > "$folder.csv"
+  else
+    python eval.py rows "$folder" > "$folder.csv"
+  fi
   # One run at a time, and the table is replaced in one piece.
   flock runs/final/merging bash -c 'cat docs/runs.csv "$1" > runs/final/table && mv runs/final/table docs/runs.csv' _ "$folder.csv"
 }
@@ -72,6 +80,12 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   each OneRoom RL4VLM-0.35-KL "$few" $rl4vlm $bare --value_warmup 0
   each OneRoom RL4VLM-0.35-KL-warm-up "$few" $rl4vlm $bare
   for world in Hallway FourRooms WallGap; do each $world LOOP "$few" $loop --env $world; done
+  each LongOneRoom taught "$few" $vldac $long --total_timesteps 512
+  each OneRoom taught "$all" $vldac --env OneRoom --total_timesteps 512
+  for world in Hallway FourRooms WallGap EZPoints NumberLine; do
+    each $world taught "$few" $vldac --env $world --total_timesteps 512
+  done
+  each OneRoomNoHints VL-DAC "$few" $vldac --env extras.no_hints:OneRoomNoHints-v0 --total_timesteps 51200
 }
 
 # What fails is reported and tried again next time; the rest goes on, and the script ends with an error.
