@@ -75,17 +75,17 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   each OneRoom response-ratio "$all" $response --env OneRoom
   for world in Hallway FourRooms WallGap EZPoints NumberLine; do each $world VL-DAC "$few" $vldac --env $world; done
   for lambda in 0.2 0.5 1; do each EZPoints "RL4VLM-$lambda" "$few" $rl4vlm --env EZPoints --thought_coef $lambda; done
-  each OneRoom VL-DAC-64x8 "$all" $vldac --env OneRoom --num_envs 64 --num_steps 8
-  each OneRoom RL4VLM-0.35-bare "$few" $rl4vlm $bare --kl_coef 0 --value_warmup 0
-  each OneRoom RL4VLM-0.35-KL "$few" $rl4vlm $bare --value_warmup 0
-  each OneRoom RL4VLM-0.35-KL-warm-up "$few" $rl4vlm $bare
-  for world in Hallway FourRooms WallGap; do each $world LOOP "$few" $loop --env $world; done
   each LongOneRoom taught "$few" $vldac $long --total_timesteps 512
   each OneRoom taught "$all" $vldac --env OneRoom --total_timesteps 512
   for world in Hallway FourRooms WallGap EZPoints NumberLine; do
     each $world taught "$few" $vldac --env $world --total_timesteps 512
   done
   each OneRoomNoHints VL-DAC "$few" $vldac --env extras.no_hints:OneRoomNoHints-v0 --total_timesteps 51200
+  each OneRoom VL-DAC-64x8 "$all" $vldac --env OneRoom --num_envs 64 --num_steps 8
+  each OneRoom RL4VLM-0.35-bare "$few" $rl4vlm $bare --kl_coef 0 --value_warmup 0
+  each OneRoom RL4VLM-0.35-KL "$few" $rl4vlm $bare --value_warmup 0
+  each OneRoom RL4VLM-0.35-KL-warm-up "$few" $rl4vlm $bare
+  for world in Hallway FourRooms WallGap; do each $world LOOP "$few" $loop --env $world; done
 }
 
 # What fails is reported and tried again next time; the rest goes on, and the script ends with an error.
