@@ -2496,10 +2496,10 @@ def test_the_pages_world_runs(run):
     assert rows[-1]["charts/success_rate"] is not None
 
 
-def test_the_readme_s_program_acts(tmp_path, model, monkeypatch, capsys):
+def test_the_notebook_s_program_acts(tmp_path, model, monkeypatch, capsys):
     start(tmp_path / "runs", model, "NumberLine", name="NumberLine-tiny-0")
     monkeypatch.chdir(tmp_path)
-    [program] = re.findall(r"```python\n(import vldac.*?)```", README, re.S)
+    [program] = re.findall(r"```python\n(import vldac.*?)```", GUIDE, re.S)
     exec(program.replace("OneRoom", "NumberLine"), {})
     assert "->" in capsys.readouterr().out.splitlines()[-1]
 
@@ -2538,10 +2538,11 @@ def test_the_deviations_on_the_page_have_the_numbers_of_those_in_the_code():
     """And name the function or class that has them."""
     code = (ROOT / "vldac.py").read_text()
     in_code = re.findall(r"# Deviation (\d+):", code)
-    section = README.split("## Differences from the paper")[1]
-    on_page = re.findall(r"^(\d+)\. .*\(`(?:\w+\.)?(\w+)`\)", section, re.M)
-    assert [number for number, _ in on_page] == in_code == [str(k) for k in range(1, len(in_code) + 1)]
-    for number, name in on_page:
+    page = (ROOT / "docs" / "details.md").read_text(encoding="utf-8")
+    on_page = re.findall(r"^(\d+)\. \*\*[^*]*\*\* \(`(?:\w+\.)?(\w+)`", page, re.M)
+    assert [number for number, _ in on_page] == [str(k) for k in range(1, len(on_page) + 1)]
+    assert in_code == [number for number, _ in on_page[: len(in_code)]]
+    for number, name in on_page[: len(in_code)]:
         before = code.split(f"# Deviation {number}:")[0]
         assert name in re.findall(r"^(?: {4})?(?:def|class) (\w+)", before, re.M)[-2:]
 

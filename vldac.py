@@ -638,7 +638,7 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     timed_out = torch.tensor([step.timed_out for step in steps]).view(-1, N)
     # Deviation 12: at a time-out V(s_t) takes the place of the reward, and the steps before bootstrap from
     # it; the released code has this in MiniWorld only. Why: MiniWorld's -1 at a time-out says little about
-    # the last actions, and made learning slower (docs/study.md).
+    # the last actions, and made learning slower (docs/details.md).
     rewards = torch.where(timed_out, values, rewards)
     last_values = last_values.cpu()
     advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
