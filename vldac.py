@@ -449,7 +449,7 @@ class VLMPolicy(nn.Module):
             logits = lm_head(hidden[:, P - 1 : -1])  # (B, R, vocabulary), each from the token before
         # Deviation 8: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16: at
         # a probability of 1 % in steps of a third of the clip range. The head is left in bfloat16: in fp32
-        # the ratios were hardly more exact, as the hidden states are rounded as coarsely.
+        # a tiny model's ratios were hardly more exact, as its hidden states are rounded as coarsely.
         logits = logits.float()
         if self.logit_cap:
             logits = self.logit_cap * (logits / self.logit_cap).tanh()
