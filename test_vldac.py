@@ -2539,10 +2539,9 @@ def test_the_deviations_on_the_page_have_the_numbers_of_those_in_the_code():
     code = (ROOT / "vldac.py").read_text()
     in_code = re.findall(r"# Deviation (\d+):", code)
     page = (ROOT / "docs" / "details.md").read_text(encoding="utf-8")
-    on_page = re.findall(r"^(\d+)\. \*\*[^*]*\*\* \(`(?:\w+\.)?(\w+)`", page, re.M)
-    assert [number for number, _ in on_page] == [str(k) for k in range(1, len(on_page) + 1)]
-    assert in_code == [number for number, _ in on_page[: len(in_code)]]
-    for number, name in on_page[: len(in_code)]:
+    on_page = re.findall(r"^(\d+)\. \*\*[^*]*\*\* \(`(?:\w+\.)?(\w+)`", page, re.M)[: len(in_code)]
+    assert [number for number, _ in on_page] == in_code == [str(k) for k in range(1, len(in_code) + 1)]
+    for number, name in on_page:
         before = code.split(f"# Deviation {number}:")[0]
         assert name in re.findall(r"^(?: {4})?(?:def|class) (\w+)", before, re.M)[-2:]
 
