@@ -66,16 +66,18 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   each() { # WORLD METHOD SEEDS PROGRAM OPTIONS...
     for seed in $3; do echo "$1 $2 $seed ${*:4}"; done
   }
-  each LongOneRoom VL-DAC "$few" $vldac $long
-  for lambda in 0.5 1 0.2; do each LongOneRoom "RL4VLM-$lambda" "$few" $rl4vlm $long --thought_coef $lambda; done
-  each LongOneRoom response-ratio "$few" $response $long
+  for seeds in "40 41" "42 43" "44"; do # so few at a time, as these toys take minutes, and a cache may not last
+    each LongOneRoom VL-DAC "$seeds" $vldac $long
+    for lambda in 0.5 1 0.2; do each LongOneRoom "RL4VLM-$lambda" "$seeds" $rl4vlm $long --thought_coef $lambda; done
+    each LongOneRoom response-ratio "$seeds" $response $long
+    each LongOneRoom taught "$seeds" $vldac $long --total_timesteps 512
+  done
   each OneRoom VL-DAC "$all" $vldac --env OneRoom
   each OneRoom LOOP "$all" $loop --env OneRoom
   for lambda in 0.5 0.2 0.35 1; do each OneRoom "RL4VLM-$lambda" "$all" $rl4vlm --env OneRoom --thought_coef $lambda; done
   each OneRoom response-ratio "$all" $response --env OneRoom
   for world in Hallway FourRooms WallGap EZPoints NumberLine; do each $world VL-DAC "$few" $vldac --env $world; done
   for lambda in 0.2 0.5 1; do each EZPoints "RL4VLM-$lambda" "$few" $rl4vlm --env EZPoints --thought_coef $lambda; done
-  each LongOneRoom taught "$few" $vldac $long --total_timesteps 512
   each OneRoom taught "$all" $vldac --env OneRoom --total_timesteps 512
   for world in Hallway FourRooms WallGap EZPoints NumberLine; do
     each $world taught "$few" $vldac --env $world --total_timesteps 512
