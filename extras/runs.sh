@@ -49,7 +49,7 @@ run() { # WORLD METHOD SEED PROGRAM OPTIONS...: into runs/final/WORLD-METHOD-SEE
   fi
   if [ "$method" = taught ]; then # of which only the start counts, before the first update
     python eval.py start "$folder" --episodes 200 --mode greedy >> "$folder.txt" 2>&1
-    python eval.py rows "$folder" | head -n 1 > "$folder.csv"
+    python eval.py rows "$folder" | sed -n 1p > "$folder.csv"
   else
     python eval.py rows "$folder" > "$folder.csv"
   fi
