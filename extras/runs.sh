@@ -66,6 +66,10 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   each() { # WORLD METHOD SEEDS PROGRAM OPTIONS...
     for seed in $3; do echo "$1 $2 $seed ${*:4}"; done
   }
+  each OneRoom taught "$all" $vldac --env OneRoom --total_timesteps 512
+  for world in Hallway FourRooms WallGap EZPoints NumberLine; do
+    each $world taught "$few" $vldac --env $world --total_timesteps 512
+  done
   for seeds in "40 41" "42 43" "44"; do # so few at a time, as these toys take minutes, and a cache may not last
     each LongOneRoom VL-DAC "$seeds" $vldac $long
     for lambda in 0.5 1 0.2; do each LongOneRoom "RL4VLM-$lambda" "$seeds" $rl4vlm $long --thought_coef $lambda; done
@@ -78,10 +82,6 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   each OneRoom response-ratio "$all" $response --env OneRoom
   for world in Hallway FourRooms WallGap EZPoints NumberLine; do each $world VL-DAC "$few" $vldac --env $world; done
   for lambda in 0.2 0.5 1; do each EZPoints "RL4VLM-$lambda" "$few" $rl4vlm --env EZPoints --thought_coef $lambda; done
-  each OneRoom taught "$all" $vldac --env OneRoom --total_timesteps 512
-  for world in Hallway FourRooms WallGap EZPoints NumberLine; do
-    each $world taught "$few" $vldac --env $world --total_timesteps 512
-  done
   each OneRoomNoHints VL-DAC "$few" $vldac --env extras.no_hints:OneRoomNoHints-v0 --total_timesteps 51200
   each OneRoom VL-DAC-64x8 "$all" $vldac --env OneRoom --num_envs 64 --num_steps 8
   each OneRoom RL4VLM-0.35-bare "$few" $rl4vlm $bare --kl_coef 0 --value_warmup 0
