@@ -427,7 +427,7 @@ LOGGED = {
     "eval_success": "eval/success_rate",
     "eval_invalid": "eval/invalid_action_rate",
 }
-# episodes: that ended in the update. eval_greedy: success of `eval.py start --mode greedy`.
+# episodes: that ended in the update. eval_greedy: before training, with the likeliest tokens (runs.sh).
 COLUMNS = ["world", "method", "seed", "episodes", *LOGGED, "eval_greedy"]
 
 
@@ -444,8 +444,6 @@ def rows_of_run(folder) -> list[dict]:
         values = [row.get(key) for key in LOGGED.values()]
         values = [round(x, 5) if isinstance(x, float) else x for x in values]
         rows.append(run | {"episodes": len(row.get("episodes", []))} | dict(zip(LOGGED, values, strict=True)))
-    for path in Path(folder, "eval").glob("*-start-greedy-*.json"):
-        rows[0]["eval_greedy"] = load_result(path)["summary"]["success_rate"]
     return rows
 
 

@@ -47,9 +47,17 @@ run() { # WORLD METHOD SEED PROGRAM OPTIONS...: into runs/final/WORLD-METHOD-SEE
     echo "$name failed: $(tail -n 1 "$folder.txt")" >&2
     return 1
   fi
-  if [ "$method" = taught ]; then # of which only the start counts, before the first update
-    python eval.py start "$folder" --episodes 200 --mode greedy >> "$folder.txt" 2>&1
-    python eval.py rows "$folder" | sed -n 1p > "$folder.csv"
+  if [ "$method" = taught ]; then # of which only the start counts, so that it has one row
+    for mode in sampled greedy; do
+      python eval.py start "$folder" --episodes 200 --mode $mode --out "$folder/$mode.json" >> "$folder.txt" 2>&1
+    done
+    python - "$world" "$seed" "$folder" > "$folder.csv" << 'END'
+import json, sys
+world, seed, folder = sys.argv[1:]
+sampled, greedy = [json.load(open(f"{folder}/{mode}.json"))["summary"] for mode in ("sampled", "greedy")]
+rates = sampled["success_rate"], round(sampled["invalid_action_rate"], 5), greedy["success_rate"]
+print(world, "taught", seed, "", 0, "", "", "", *rates, sep=",")
+END
   else
     python eval.py rows "$folder" > "$folder.csv"
   fi
@@ -66,15 +74,16 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   each() { # WORLD METHOD SEEDS PROGRAM OPTIONS...
     for seed in $3; do echo "$1 $2 $seed ${*:4}"; done
   }
-  each OneRoom taught "$all" $vldac --env OneRoom --total_timesteps 512
+  local one_update="--total_timesteps 512 --eval_episodes 0"
+  each OneRoom taught "$all" $vldac --env OneRoom $one_update
   for world in Hallway FourRooms WallGap EZPoints NumberLine; do
-    each $world taught "$few" $vldac --env $world --total_timesteps 512
+    each $world taught "$few" $vldac --env $world $one_update
   done
   for seeds in "40 41" "42 43" "44"; do # so few at a time, as these toys take minutes, and a cache may not last
     each LongOneRoom VL-DAC "$seeds" $vldac $long
     for lambda in 0.5 1 0.2; do each LongOneRoom "RL4VLM-$lambda" "$seeds" $rl4vlm $long --thought_coef $lambda; done
     each LongOneRoom response-ratio "$seeds" $response $long
-    each LongOneRoom taught "$seeds" $vldac $long --total_timesteps 512
+    each LongOneRoom taught "$seeds" $vldac $long $one_update
   done
   each OneRoom VL-DAC "$all" $vldac --env OneRoom
   each OneRoom LOOP "$all" $loop --env OneRoom
