@@ -427,8 +427,9 @@ LOGGED = {
     "eval_success": "eval/success_rate",
     "eval_invalid": "eval/invalid_action_rate",
 }
-# episodes: that ended in the update. eval_greedy: before training, with the likeliest tokens (runs.sh).
-COLUMNS = ["world", "method", "seed", "episodes", *LOGGED, "eval_greedy"]
+# episodes: that ended in the update. The last two: before training, with the likeliest tokens, and with the
+# likeliest action (extras/likeliest.py); runs.sh measures them.
+COLUMNS = ["world", "method", "seed", "episodes", *LOGGED, "eval_greedy", "eval_likeliest"]
 
 
 def rows_of_run(folder) -> list[dict]:
@@ -480,6 +481,7 @@ class Curve:
     episodes: int | None  # that have ended
     before: float | None  # success on the fixed seeds
     greedy: float | None  # the same with the likeliest tokens
+    likeliest: float | None  # and with the likeliest action
     after: float | None
     parsed: float  # of the responses at the end
 
@@ -487,7 +489,7 @@ class Curve:
         """Success averaged over the run, from step 0 to its end; None if there was no update.
 
         >>> steps, rates = np.array([0, 10, 30]), np.array([0.2, 0.2, 0.6])
-        >>> run = Curve("OneRoom", "VL-DAC", 0, steps, rates, 3, 0.2, None, 0.6, 1.0)
+        >>> run = Curve("OneRoom", "VL-DAC", 0, steps, rates, 3, 0.2, None, None, 0.6, 1.0)
         >>> run.mean()  # (10 * 0.2 + 20 * 0.4) / 30
         0.3333333333333333
         """
@@ -517,6 +519,7 @@ def curve_of(rows) -> Curve:
         episodes=None if first["episodes"] is None else int(sum(row["episodes"] for row in rows)),
         before=before,
         greedy=first.get("eval_greedy"),
+        likeliest=first.get("eval_likeliest"),
         after=after,
         parsed=1 - unparsed,
     )
@@ -588,16 +591,17 @@ def spread(values) -> str | None:
 def methods(words) -> str:
     """A row for every method: means over its runs.
 
-    before, greedy, after  success on the fixed seeds; greedy is before training, with the likeliest tokens
-    over the run           success averaged over the run
-    p                      exact rank-sum test of these averages against those of the world's first method
+    before, after      success on the fixed seeds
+    greedy, likeliest  the same before training, with the likeliest tokens, and with the likeliest action
+    over the run       success averaged over the run
+    p                  exact rank-sum test of these averages against those of the world's first method
     Folders of runs that are not finished are left out, and named below the table.
     """
     unfinished = []
     if not words[0].endswith(".csv"):
         unfinished = [folder for folder in words if not is_finished(folder)]
         words = [folder for folder in words if folder not in unfinished]
-    head = "world,method,runs,updates,episodes,before,greedy,over the run,after,parsed,p"
+    head = "world,method,runs,updates,episodes,before,greedy,likeliest,over the run,after,parsed,p"
     lines = [head.split(",")]
     first = {}
     for (world, method), group in groups_of(load_curves(words) if words else []).items():
@@ -611,10 +615,11 @@ def methods(words) -> str:
         episodes = None if episodes is None else round(episodes)
         before = mean_of([curve.before for curve in group])
         greedy = mean_of([curve.greedy for curve in group])
+        likeliest = mean_of([curve.likeliest for curve in group])
         after = spread([curve.after for curve in group])
         parsed = mean_of([curve.parsed for curve in group])
-        line = [world, method, len(group), updates, episodes, before, greedy, spread(averages), after]
-        lines.append([*line, parsed, p])
+        line = [world, method, len(group), updates, episodes, before, greedy, likeliest]
+        lines.append([*line, spread(averages), after, parsed, p])
     left_out = f"\nnot finished, so left out: {', '.join(unfinished)}" if unfinished else ""
     return markdown(lines) + left_out
 

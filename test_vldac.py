@@ -1745,9 +1745,9 @@ def test_tables_of_runs_and_of_methods(runs, tmp_path, capsys):
             "| NumberLine | LOOP | 0 | 0.100 | 0.900 | 0.100 | 0.100 | - | 0.875 |",
         ],
         "methods": [
-            "| NumberLine | tiny | 2 | 4 | 10 | 0.150 | - | 0.406 (0.362 to 0.450) "
+            "| NumberLine | tiny | 2 | 4 | 10 | 0.150 | - | - | 0.406 (0.362 to 0.450) "
             "| 0.900 (0.900 to 0.900) | 0.875 | - |",
-            "| NumberLine | LOOP | 1 | 4 | 10 | 0.100 | - | 0.100 (0.100 to 0.100) "
+            "| NumberLine | LOOP | 1 | 4 | 10 | 0.100 | - | - | 0.100 (0.100 to 0.100) "
             "| 0.900 (0.900 to 0.900) | 0.875 | 0.67 |",
         ],
     }
@@ -1767,9 +1767,9 @@ def test_tables_of_runs_and_of_methods(runs, tmp_path, capsys):
     csv.write_text("\n".join([",".join(evaluation.COLUMNS), *rows]))
     for command, lines in tables.items():
         assert printed(command, str(csv), "NumberLine/tiny", "NumberLine/LOOP")[2:] == lines
-    taught = "NumberLine,taught,0,0,0,,,,0.25,0.5,0.125"  # a model before training has one row
+    taught = "NumberLine,taught,0,0,0,,,,0.25,0.5,0.125,0.75"  # a model before training has one row
     csv.write_text("\n".join([",".join(evaluation.COLUMNS), taught]))
-    line = "| NumberLine | taught | 1 | 0 | 0 | 0.250 | 0.125 | - | - | 0.500 | - |"
+    line = "| NumberLine | taught | 1 | 0 | 0 | 0.250 | 0.125 | 0.750 | - | - | 0.500 | - |"
     assert printed("methods", str(csv), "NumberLine/taught")[2:] == [line]
     assert printed("table", str(csv), "NumberLine/taught")[2:] == [
         "| NumberLine | taught | 0 | 0.250 | - | 0.250 | - | - | 0.500 |"

@@ -24,6 +24,10 @@
 # * Who taught it: each toy behind these runs before training (method "taught"), sampled, and greedy, by its
 #   likeliest tokens, 200 episodes each. If greedy fails, sharpening what was taught is not enough. And a control,
 #   OneRoomNoHints, seeds 40 to 44: VL-DAC from toys that were taught random actions only, 51,200 steps. No test.
+#   Written later that day, when the first ten toys of OneRoom were found to fail by their likeliest tokens (0.015),
+#   and one of them to succeed always by its likeliest action: all toys by this, too (likeliest.py). And two more
+#   controls, seeds 40 to 44: NumberLineNoHints, where chance succeeds often enough to learn from, and OneRoomNoise,
+#   where a success pays or costs by a coin. If success rises there, it is not from reward.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cores=$(env -u OMP_NUM_THREADS nproc) # nproc would obey that variable
@@ -51,11 +55,14 @@ run() { # WORLD METHOD SEED PROGRAM OPTIONS...: into runs/final/WORLD-METHOD-SEE
     for mode in sampled greedy; do
       python eval.py start "$folder" --episodes 200 --mode $mode --out "$folder/$mode.json" >> "$folder.txt" 2>&1
     done
+    python extras/likeliest.py "$folder" > "$folder/likeliest.json" 2>> "$folder.txt"
     python - "$world" "$seed" "$folder" > "$folder.csv" << 'END'
 import json, sys
 world, seed, folder = sys.argv[1:]
 sampled, greedy = [json.load(open(f"{folder}/{mode}.json"))["summary"] for mode in ("sampled", "greedy")]
-rates = sampled["success_rate"], round(sampled["invalid_action_rate"], 5), greedy["success_rate"]
+likeliest = json.load(open(f"{folder}/likeliest.json"))
+rates = [sampled["success_rate"], round(sampled["invalid_action_rate"], 5)]
+rates += [greedy["success_rate"], likeliest["success_rate"]]
 print(world, "taught", seed, "", 0, "", "", "", *rates, sep=",")
 END
   else
@@ -76,9 +83,13 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   }
   local one_update="--total_timesteps 512 --eval_episodes 0"
   each OneRoom taught "$all" $vldac --env OneRoom $one_update
-  for world in Hallway FourRooms WallGap EZPoints NumberLine; do
+  local cards="--gamma 1 --gae_lambda 1" # as NumberLine has by default
+  each NumberLineNoHints VL-DAC "$few" $vldac --env extras.controls:NumberLineNoHints-v0 $cards
+  each OneRoomNoise VL-DAC "$few" $vldac --env extras.controls:OneRoomNoise-v0
+  for world in NumberLine EZPoints Hallway FourRooms WallGap; do
     each $world taught "$few" $vldac --env $world $one_update
   done
+  each OneRoomNoHints VL-DAC "$few" $vldac --env extras.controls:OneRoomNoHints-v0 --total_timesteps 51200
   for seeds in "40 41" "42 43" "44"; do # so few at a time, as these toys take minutes, and a cache may not last
     each LongOneRoom VL-DAC "$seeds" $vldac $long
     for lambda in 0.5 1 0.2; do each LongOneRoom "RL4VLM-$lambda" "$seeds" $rl4vlm $long --thought_coef $lambda; done
@@ -91,7 +102,6 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   each OneRoom response-ratio "$all" $response --env OneRoom
   for world in Hallway FourRooms WallGap EZPoints NumberLine; do each $world VL-DAC "$few" $vldac --env $world; done
   for lambda in 0.2 0.5 1; do each EZPoints "RL4VLM-$lambda" "$few" $rl4vlm --env EZPoints --thought_coef $lambda; done
-  each OneRoomNoHints VL-DAC "$few" $vldac --env extras.no_hints:OneRoomNoHints-v0 --total_timesteps 51200
   each OneRoom VL-DAC-64x8 "$all" $vldac --env OneRoom --num_envs 64 --num_steps 8
   each OneRoom RL4VLM-0.35-bare "$few" $rl4vlm $bare --kl_coef 0 --value_warmup 0
   each OneRoom RL4VLM-0.35-KL "$few" $rl4vlm $bare --value_warmup 0
