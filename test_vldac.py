@@ -70,6 +70,7 @@ from vldac import (
 ROOT = Path(__file__).parent
 sys.path.append(str(ROOT / "extras"))
 import film  # noqa: E402
+import likeliest  # noqa: E402
 import loop  # noqa: E402
 import response_ratio  # noqa: E402
 import rl4vlm  # noqa: E402
@@ -1293,6 +1294,27 @@ def test_a_run_of_two_processes(main, run, tmp_path, monkeypatch, capfd):
 
 
 # ------------------------------------------------------------------------- what VL-DAC is compared with
+
+
+def test_the_likeliest_action_is_scored_after_the_sampled_thought(model):
+    """Where two actions begin with one token that is likelier than the third, but the third is likeliest."""
+    policy = make_policy(model)
+    chances = {"turn left": 0.35, "turn right": 0.25, "move": 0.4}
+
+    def policy_of(prompts, responses):
+        logprobs = []
+        for prompt, response in zip(prompts, responses, strict=True):
+            [text] = policy.decode([response])
+            assert response[-1] in policy.stop_ids and prompt == "prompt"
+            thought, action = json.loads(text).values()
+            assert thought == "it is dark"
+            logprobs.append(torch.tensor([math.log(chances[action]), 0.0]))
+        return torch.stack(logprobs), None, None
+
+    policy_of.tokenizer, policy_of.stop_ids = policy.tokenizer, policy.stop_ids
+    text = '{"thoughts": "it is dark", "action": "turn right"}'
+    assert likeliest.likeliest(policy_of, "prompt", text, list(chances)) == "move"
+    assert likeliest.likeliest(policy_of, "prompt", "move", list(chances)) is None
 
 
 @pytest.mark.parametrize("thought_coef", [0.0, 0.3, 1.0])
