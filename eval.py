@@ -484,12 +484,13 @@ class Curve:
     likeliest: float | None  # and with the likeliest action
     after: float | None
     parsed: float  # of the responses at the end
+    kl_base: float | None  # at the end
 
     def mean(self) -> float | None:
         """Success averaged over the run, from step 0 to its end; None if there was no update.
 
         >>> steps, rates = np.array([0, 10, 30]), np.array([0.2, 0.2, 0.6])
-        >>> run = Curve("OneRoom", "VL-DAC", 0, steps, rates, 3, 0.2, None, None, 0.6, 1.0)
+        >>> run = Curve("OneRoom", "VL-DAC", 0, steps, rates, 3, 0.2, None, None, 0.6, 1.0, 0.1)
         >>> run.mean()  # (10 * 0.2 + 20 * 0.4) / 30
         0.3333333333333333
         """
@@ -522,6 +523,7 @@ def curve_of(rows) -> Curve:
         likeliest=first.get("eval_likeliest"),
         after=after,
         parsed=1 - unparsed,
+        kl_base=rows[-1]["kl_base"],
     )
 
 
@@ -594,14 +596,15 @@ def methods(words) -> str:
     before, after      success on the fixed seeds
     greedy, likeliest  the same before training, with the likeliest tokens, and with the likeliest action
     over the run       success averaged over the run
+    parsed, kl_base    at the end
     p                  exact rank-sum test of these averages against those of the world's first method
-    Folders of runs that are not finished are left out, and named below the table.
+    A column that would be empty is left out, and so are the folders of runs that are not finished.
     """
     unfinished = []
     if not words[0].endswith(".csv"):
         unfinished = [folder for folder in words if not is_finished(folder)]
         words = [folder for folder in words if folder not in unfinished]
-    head = "world,method,runs,updates,episodes,before,greedy,likeliest,over the run,after,parsed,p"
+    head = "world,method,runs,updates,episodes,before,greedy,likeliest,over the run,after,parsed,kl_base,p"
     lines = [head.split(",")]
     first = {}
     for (world, method), group in groups_of(load_curves(words) if words else []).items():
@@ -619,7 +622,10 @@ def methods(words) -> str:
         after = spread([curve.after for curve in group])
         parsed = mean_of([curve.parsed for curve in group])
         line = [world, method, len(group), updates, episodes, before, greedy, likeliest]
-        lines.append([*line, spread(averages), after, parsed, p])
+        distance = mean_of([curve.kl_base for curve in group])
+        lines.append([*line, spread(averages), after, parsed, distance, p])
+    filled = [k for k in range(len(lines[0])) if any(line[k] is not None for line in lines[1:])]
+    lines = [[line[k] for k in filled] for line in lines]
     left_out = f"\nnot finished, so left out: {', '.join(unfinished)}" if unfinished else ""
     return markdown(lines) + left_out
 

@@ -1743,7 +1743,8 @@ def runs(tmp_path):
         rows = [{"update": 0, "global_step": 0, "eval/success_rate": before}]
         for k, rate in enumerate([None, *rates], 1):
             row = {"update": k, "global_step": 10 * k, "charts/success_rate": rate}
-            rows.append(row | {"charts/invalid_action_rate": 0.25, "episodes": [{}] * k})
+            row |= {"charts/invalid_action_rate": 0.25, "losses/kl_base": 0.25}
+            rows.append(row | {"episodes": [{}] * k})
         rows[-1] |= {"eval/success_rate": 0.9, "eval/invalid_action_rate": 0.125}
         folder = tmp_path / name
         folder.mkdir()
@@ -1767,10 +1768,10 @@ def test_tables_of_runs_and_of_methods(runs, tmp_path, capsys):
             "| NumberLine | LOOP | 0 | 0.100 | 0.900 | 0.100 | 0.100 | - | 0.875 |",
         ],
         "methods": [
-            "| NumberLine | tiny | 2 | 4 | 10 | 0.150 | - | - | 0.406 (0.362 to 0.450) "
-            "| 0.900 (0.900 to 0.900) | 0.875 | - |",
-            "| NumberLine | LOOP | 1 | 4 | 10 | 0.100 | - | - | 0.100 (0.100 to 0.100) "
-            "| 0.900 (0.900 to 0.900) | 0.875 | 0.67 |",
+            "| NumberLine | tiny | 2 | 4 | 10 | 0.150 | 0.406 (0.362 to 0.450) "
+            "| 0.900 (0.900 to 0.900) | 0.875 | 0.250 | - |",
+            "| NumberLine | LOOP | 1 | 4 | 10 | 0.100 | 0.100 (0.100 to 0.100) "
+            "| 0.900 (0.900 to 0.900) | 0.875 | 0.250 | 0.67 |",
         ],
     }
 
@@ -1791,7 +1792,7 @@ def test_tables_of_runs_and_of_methods(runs, tmp_path, capsys):
         assert printed(command, str(csv), "NumberLine/tiny", "NumberLine/LOOP")[2:] == lines
     taught = "NumberLine,taught,0,0,0,,,,0.25,0.5,0.125,0.75"  # a model before training has one row
     csv.write_text("\n".join([",".join(evaluation.COLUMNS), taught]))
-    line = "| NumberLine | taught | 1 | 0 | 0 | 0.250 | 0.125 | 0.750 | - | - | 0.500 | - |"
+    line = "| NumberLine | taught | 1 | 0 | 0 | 0.250 | 0.125 | 0.750 | 0.500 |"
     assert printed("methods", str(csv), "NumberLine/taught")[2:] == [line]
     assert printed("table", str(csv), "NumberLine/taught")[2:] == [
         "| NumberLine | taught | 0 | 0.250 | - | 0.250 | - | - | 0.500 |"
