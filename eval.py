@@ -5,7 +5,7 @@
     python eval.py page runs/NAME                      a page to look at: curves, and episodes step by step
     python eval.py model --env OneRoom --model MODEL   any model; with an adapter: --adapter FOLDER
     python eval.py random --env OneRoom                random actions: the floor
-    python eval.py hint --env OneRoom                  the world's hints: a scripted policy
+    python eval.py hint --env OneRoom                  the world's hints: a scripted player
     python eval.py compare A.json B.json               paired difference of two results, exact McNemar test
     python eval.py table runs/A runs/B                 the figures of runs, a row each
     python eval.py methods runs/*                      the figures of methods, each tested against the first
@@ -640,7 +640,7 @@ COLORS = {
     "RL4VLM-0.35": "C5",
     "RL4VLM-1": "C6",
     "random actions": "0.5",
-    "scripted policy": "0",
+    "scripted player": "0",
 }
 
 
@@ -677,7 +677,7 @@ def plot(words, out):
         axes[world].plot(steps, rates.T, color=color, alpha=0.4, linewidth=0.8)
     for result in results:
         player = result["player"]
-        name = {"random": "random actions", "hint": "scripted policy"}.get(player, player)
+        name = {"random": "random actions", "hint": "scripted player"}.get(player, player)
         color = colors.setdefault(name, f"C{len(colors)}")
         rate = result["summary"]["success_rate"]
         axis = axes[result["task"]["env"]]
