@@ -610,9 +610,10 @@ def methods(words) -> str:
     for (world, method), group in groups_of(load_curves(words) if words else []).items():
         averages = [curve.mean() for curve in group]
         p = None
-        if world in first and None not in averages:
-            p = f"{rank_sum(averages, first[world]):.2g}"
-        first.setdefault(world, averages)
+        if None not in averages:  # as those of taught models are, which have no updates
+            if world in first:
+                p = f"{rank_sum(averages, first[world]):.2g}"
+            first.setdefault(world, averages)
         updates = round(mean_of([len(curve.steps) - 1 for curve in group]))
         episodes = mean_of([curve.episodes for curve in group])
         episodes = None if episodes is None else round(episodes)

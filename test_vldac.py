@@ -1791,7 +1791,8 @@ def test_tables_of_runs_and_of_methods(runs, tmp_path, capsys):
     for command, lines in tables.items():
         assert printed(command, str(csv), "NumberLine/tiny", "NumberLine/LOOP")[2:] == lines
     taught = "NumberLine,taught,0,0,0,,,,0.25,0.5,0.125,0.75"  # a model before training has one row
-    csv.write_text("\n".join([",".join(evaluation.COLUMNS), taught]))
+    csv.write_text("\n".join([",".join(evaluation.COLUMNS), taught, *rows]))
+    assert len(printed("methods", str(csv), "NumberLine/taught", "NumberLine/LOOP")) == 4
     line = "| NumberLine | taught | 1 | 0 | 0 | 0.250 | 0.125 | 0.750 | 0.500 |"
     assert printed("methods", str(csv), "NumberLine/taught")[2:] == [line]
     assert printed("table", str(csv), "NumberLine/taught")[2:] == [
