@@ -604,9 +604,7 @@ def methods(words) -> str:
     if not words[0].endswith(".csv"):
         unfinished = [folder for folder in words if not is_finished(folder)]
         words = [folder for folder in words if folder not in unfinished]
-    head = "world,method,runs,updates,episodes,before,greedy,likeliest,over the run,after,parsed,kl_base,p"
-    lines = [head.split(",")]
-    first = {}
+    rows, first = [], {}
     for (world, method), group in groups_of(load_curves(words) if words else []).items():
         averages = [curve.mean() for curve in group]
         p = None
@@ -614,19 +612,25 @@ def methods(words) -> str:
             if world in first:
                 p = f"{rank_sum(averages, first[world]):.2g}"
             first.setdefault(world, averages)
-        updates = round(mean_of([len(curve.steps) - 1 for curve in group]))
         episodes = mean_of([curve.episodes for curve in group])
-        episodes = None if episodes is None else round(episodes)
-        before = mean_of([curve.before for curve in group])
-        greedy = mean_of([curve.greedy for curve in group])
-        likeliest = mean_of([curve.likeliest for curve in group])
-        after = spread([curve.after for curve in group])
-        parsed = mean_of([curve.parsed for curve in group])
-        line = [world, method, len(group), updates, episodes, before, greedy, likeliest]
-        distance = mean_of([curve.kl_base for curve in group])
-        lines.append([*line, spread(averages), after, parsed, distance, p])
-    filled = [k for k in range(len(lines[0])) if any(line[k] is not None for line in lines[1:])]
-    lines = [[line[k] for k in filled] for line in lines]
+        row = {
+            "world": world,
+            "method": method,
+            "runs": len(group),
+            "updates": round(mean_of([len(curve.steps) - 1 for curve in group])),
+            "episodes": None if episodes is None else round(episodes),
+            "before": mean_of([curve.before for curve in group]),
+            "greedy": mean_of([curve.greedy for curve in group]),
+            "likeliest": mean_of([curve.likeliest for curve in group]),
+            "over the run": spread(averages),
+            "after": spread([curve.after for curve in group]),
+            "parsed": mean_of([curve.parsed for curve in group]),
+            "kl_base": mean_of([curve.kl_base for curve in group]),
+            "p": p,
+        }
+        rows.append(row)
+    columns = [name for name in (rows[0] if rows else {}) if any(row[name] is not None for row in rows)]
+    lines = [columns] + [[row[name] for name in columns] for row in rows]
     left_out = f"\nnot finished, so left out: {', '.join(unfinished)}" if unfinished else ""
     return markdown(lines) + left_out
 

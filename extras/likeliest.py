@@ -45,11 +45,11 @@ def act(policy, players):
     return steps
 
 
-def main(folder, episodes=200):
+def main(folder):
     args = vldac.load_args(folder)
     args.split = "eval"
     players = [vldac.Player(args) for _ in range(args.num_envs)]
-    played = vldac.evaluate(vldac.VLMPolicy(args), players, range(int(episodes)), act)
+    played = vldac.evaluate(vldac.VLMPolicy(args), players, range(200), act)
     print(json.dumps(vldac.summary(played)))
 
 
