@@ -2517,6 +2517,29 @@ def test_the_pages_world_runs(run):
     assert rows[-1]["charts/success_rate"] is not None
 
 
+@needs_opengl
+def test_the_controls_have_no_hints_or_pay_by_a_coin():
+    """With the same seeds and actions OneRoomNoise is OneRoom, but for the sign of what a success pays."""
+    for name in ("OneRoomNoHints", "NumberLineNoHints"):
+        world = envs.make_env(f"extras.controls:{name}-v0")
+        world.reset(seed=0)
+        assert envs.describe(world, "hint") is None and envs.describe(world, "caption")
+
+    def episode(env, seed):
+        hint = env.get_wrapper_attr("hint")
+        return play(env, seed, lambda info: hint())
+
+    world, noise = envs.make_env("OneRoom"), envs.make_env("extras.controls:OneRoomNoise-v0")
+    signs = set()
+    for seed in range(8):
+        records, noisy_records = episode(world, seed), episode(noise, seed)
+        assert [record[0] for record in records] == [record[0] for record in noisy_records]
+        rewards, noisy_rewards = rewards_of(records), rewards_of(noisy_records)
+        assert rewards == [abs(reward) for reward in noisy_rewards] and rewards[-1] > 0
+        signs.add(noisy_rewards[-1] > 0)
+    assert signs == {True, False}
+
+
 def test_the_notebook_s_program_acts(tmp_path, model, monkeypatch, capsys):
     start(tmp_path / "runs", model, "NumberLine", name="NumberLine-tiny-0")
     monkeypatch.chdir(tmp_path)
