@@ -95,15 +95,15 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   local cards="--gamma 1 --gae_lambda 1" # as NumberLine has by default
   each NumberLineNoHints VL-DAC "$few" $vldac --env extras.controls:NumberLineNoHints-v0 $cards
   each OneRoomNoise VL-DAC "$few" $vldac --env extras.controls:OneRoomNoise-v0
-  for world in NumberLine EZPoints Hallway FourRooms WallGap; do
-    each $world taught "$few" $vldac --env $world $one_update
-  done
   each OneRoomNoHints VL-DAC "$few" $vldac --env extras.controls:OneRoomNoHints-v0 --total_timesteps 51200
   for seeds in "40 41" "42 43" "44"; do # so few at a time, as these toys take minutes, and a cache may not last
     each LongOneRoom VL-DAC "$seeds" $vldac $long
     for lambda in 0.5 1 0.2; do each LongOneRoom "RL4VLM-$lambda" "$seeds" $rl4vlm $long --thought_coef $lambda; done
     each LongOneRoom response-ratio "$seeds" $response $long
     each LongOneRoom taught "$seeds" $vldac $long $one_update
+  done
+  for world in NumberLine EZPoints Hallway FourRooms WallGap; do
+    each $world taught "$few" $vldac --env $world $one_update
   done
   each OneRoom VL-DAC "$all" $vldac --env OneRoom
   each OneRoom LOOP "$all" $loop --env OneRoom
