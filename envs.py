@@ -24,6 +24,7 @@ What belongs to the task ends an episode as terminated, and its reward is learne
 
 import ast
 import contextlib
+import copy
 import ctypes
 import enum
 import functools
@@ -506,7 +507,7 @@ class Blackjack(CardGame):
         draw_card(draw, 5, 25, 70, *self.dealer[0][1:])
         draw_card(draw, 78, 25, 70, None, None)
         for i, (_, rank, suit) in enumerate(self.player):
-            draw_card(draw, 5 + 74 * (i % 4), 150 + 30 * (i // 4), 70, rank, suit)
+            draw_card(draw, 5 + 74 * (i % 4), 150 + 48 * (i // 4), 70, rank, suit)
 
     def caption(self):
         ace = " with an ace" if any(card[0] == 1 for card in self.player) else ""
@@ -536,9 +537,11 @@ ALFWORLD = (
 def undisturbed():
     """Around calls of alfworld that print and overwrite sys.argv."""
     argv = sys.argv
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
-    sys.argv = argv
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        sys.argv = argv
 
 
 @functools.cache
@@ -596,12 +599,13 @@ class ALFWorld(World):
         super().__init__(**options)
         maker = load_alfworld(self.kind, self.split)
         with undisturbed():
-            self.env = maker.init_env(batch_size=1)
+            self.env = self._start(maker)
+
+    def _start(self, maker):
+        return maker.init_env(batch_size=1)
 
     def _reset(self):
-        seed = int(self.np_random.integers(2**31))
-        self.env.seed(seed)  # the order of the games, so the next one
-        random.seed(seed)  # THOR's order
+        self.env.seed(int(self.np_random.integers(2**31)))  # the order of the games, so the next one
         with undisturbed():
             observation, infos = self.env.reset()
         scene, _, task = observation[0].partition("Your task is to:")
@@ -639,7 +643,18 @@ class ALFWorldThor(ALFWorld):
     kind = "AlfredThorEnv"
     size = (300, 300)
 
+    def _start(self, maker):
+        # Its init_env adds a simulator to the maker and returns the maker: all worlds would share the first.
+        maker = copy.copy(maker)
+        maker.envs = []
+        environment = maker.init_env(batch_size=1)
+        self.games = sorted(environment.json_file_list)
+        return environment
+
     def _reset(self):
+        # It would draw a game by Python's random numbers, and when evaluating never the same one again.
+        game = self.games[int(self.np_random.integers(len(self.games)))]
+        self.env.json_file_list = [game]
         super()._reset()
         self.reached = 0.0
 
@@ -702,7 +717,8 @@ class WebShop(World):
         self.goals = range(eval_end) if self.split == "eval" else range(train_start, count)
         height, width = self.size
         self.page = browser().new_page(viewport={"width": width, "height": height})
-        # The site's scripts come from other hosts and only follow an option's address, which is done here.
+        # The site's scripts come from other hosts. They follow an option's address, which is done here, and
+        # show its picture, which is not.
         self.page.route("**/*", lambda r: r.abort() if r.request.resource_type == "script" else r.continue_())
 
     def _reset(self):
@@ -846,11 +862,11 @@ class TextActions(gym.Wrapper):
         return self._observation(), reward, terminated, truncated, self.info
 
     def hint(self):
-        """The environment's own, in words; None if it has none."""
+        """The environment's own, in words; None if it gives none."""
         if not self.env.has_wrapper_attr("hint"):
             return None
         number = self.env.get_wrapper_attr("hint")()
-        return next(name for name in self.number_of if self.number_of[name] == number)
+        return next((name for name in self.number_of if self.number_of[name] == number), None)
 
     def _frame(self):
         frame = self.env.render()

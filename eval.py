@@ -15,8 +15,8 @@
 All but the last five play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
 trains, and write to --out FILE. `page` plays as many as the run's own evaluations (20 if it had none). --mode
 greedy takes the likeliest tokens. Options given here win over those of the run. For plot, --out FILE comes
-last. A run may be one of another algorithm in extras/, too. Instead of runs, table, methods and plot take
-docs/runs.csv, and after it what to show: docs/runs.csv OneRoom/VL-DAC OneRoom/LOOP
+last. A run may be one of another algorithm in extras/, too. table, methods and plot also take docs/runs.csv,
+followed by what to show of it: docs/runs.csv OneRoom/VL-DAC OneRoom/LOOP
 """
 
 import base64
@@ -90,7 +90,7 @@ def rank_sum(a, b) -> float:
     """
     values = np.array([*a, *b])
     ranks = (values[:, None] > values).sum(1) * 2 + (values[:, None] == values).sum(1)  # doubled: integers
-    ways = np.zeros((len(a) + 1, ranks.sum() + 1))  # to choose so many values with this sum of ranks
+    ways = np.zeros((len(a) + 1, ranks.sum() + 1))  # ways[k, s]: to choose k values whose ranks sum to s
     ways[0, 0] = 1
     for rank in ranks:
         ways[1:, rank:] += ways[:-1, :-rank].copy()
@@ -251,7 +251,7 @@ def evaluate(command, args, checkpoint=None, recordings=None):
 
 
 def load_log(folder):
-    """The rows and the options of a run; UserError if the folder is none's."""
+    """The rows and the options of a run; UserError if it is not the folder of one."""
     try:
         rows = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
         return rows, json.loads(Path(folder, "args.json").read_text())
@@ -287,7 +287,7 @@ CHARTS = {
     "charts/success_rate": "success, last 100 episodes",
     "charts/episodic_return": "return, last 100 episodes",
     "charts/invalid_action_rate": "responses without admissible action",
-    "losses/kl_base": "KL to the model before training, nats per token",
+    "losses/kl_base": "KL to the model without its adapter, nats per token",
     "losses/entropy": "entropy, nats per token",
     "losses/explained_variance": "explained variance of the critic",
 }
@@ -432,10 +432,19 @@ LOGGED = {
 COLUMNS = ["world", "method", "seed", "episodes", *LOGGED, "eval_greedy", "eval_likeliest"]
 
 
+def world_name(env) -> str:
+    """Of an --env, for a table or a plot.
+
+    >>> world_name("my_world:Doors-v0")
+    'Doors'
+    """
+    return env.rpartition(":")[2].removesuffix("-v0")
+
+
 def rows_of_run(folder) -> list[dict]:
     """A run's log, as rows of such a table. The method is the folder's name without world and seed."""
     log, args = load_log(folder)
-    world = args["env"].rpartition(":")[2].removesuffix("-v0")
+    world = world_name(args["env"])
     default = re.sub(r"[^\w.-]+", "-", args["env"])  # in the name that a run has if none is given
     name = Path(folder).name.removeprefix(f"{default}-").removeprefix(f"{world}-")
     method = re.sub(rf"-{args['seed']}(-\d+)?$", "", name)  # a taken name has got -2, -3 ...
@@ -449,9 +458,8 @@ def rows_of_run(folder) -> list[dict]:
 
 
 def is_finished(folder) -> bool:
-    """Whether no other update would fit into the run's budget."""
-    log, args = load_log(folder)
-    return log[-1]["global_step"] + args["num_envs"] * args["num_steps"] > args["total_timesteps"]
+    """Whether the run has come to its end, at which it saves its adapter."""
+    return Path(folder, "adapter").exists()
 
 
 def load_table(path, names) -> list[list[dict]]:
@@ -484,7 +492,7 @@ class Curve:
     likeliest: float | None  # and with the likeliest action
     after: float | None
     parsed: float  # of the responses at the end
-    kl_base: float | None  # at the end
+    kl_base: float | None  # of the last update that has one (in LOOP, not all have)
 
     def mean(self) -> float | None:
         """Success averaged over the run, from step 0 to its end; None if there was no update.
@@ -510,6 +518,7 @@ def curve_of(rows) -> Curve:
     evaluations = [row for row in later if row["eval_success"] is not None]
     after = evaluations[-1]["eval_success"] if evaluations else None
     last = evaluations[-1] if evaluations else rows[-1]
+    divergences = [row["kl_base"] for row in later if row["kl_base"] is not None]
     unparsed = last["invalid"] if last["eval_invalid"] is None else last["eval_invalid"]
     return Curve(
         world=first["world"],
@@ -523,12 +532,12 @@ def curve_of(rows) -> Curve:
         likeliest=first.get("eval_likeliest"),
         after=after,
         parsed=1 - unparsed,
-        kl_base=rows[-1]["kl_base"],
+        kl_base=divergences[-1] if divergences else None,
     )
 
 
 def load_curves(words) -> list[Curve]:
-    """Those of runs' folders, or of a table and the names after it."""
+    """The curves of runs' folders, or those of a table that are named after it."""
     if words[0].endswith(".csv"):
         return [curve_of(rows) for rows in load_table(words[0], words[1:])]
     return [curve_of(rows_of_run(folder)) for folder in words]
@@ -564,7 +573,7 @@ def table(words) -> str:
         solved = curve.steps[curve.rates >= 0.8].tolist()
         ends = [curve.before, curve.after, curve.rates[-1].item(), curve.mean()]
         steps = solved[0] if solved else None
-        lines.append([curve.world, curve.method, curve.seed, *ends, steps, curve.parsed])
+        lines.append([curve.world, curve.method, str(curve.seed), *ends, steps, curve.parsed])
     return markdown(lines)
 
 
@@ -604,8 +613,10 @@ def methods(words) -> str:
     if not words[0].endswith(".csv"):
         unfinished = [folder for folder in words if not is_finished(folder)]
         words = [folder for folder in words if folder not in unfinished]
+    if not words:
+        raise UserError("no run is finished yet")
     rows, first = [], {}
-    for (world, method), group in groups_of(load_curves(words) if words else []).items():
+    for (world, method), group in groups_of(load_curves(words)).items():
         averages = [curve.mean() for curve in group]
         p = None
         if None not in averages:  # as those of taught models are, which have no updates
@@ -629,13 +640,13 @@ def methods(words) -> str:
             "p": p,
         }
         rows.append(row)
-    columns = [name for name in (rows[0] if rows else {}) if any(row[name] is not None for row in rows)]
+    columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
     lines = [columns] + [[row[name] for name in columns] for row in rows]
     left_out = f"\nnot finished, so left out: {', '.join(unfinished)}" if unfinished else ""
     return markdown(lines) + left_out
 
 
-# So that a method has one colour in every panel and figure.
+# So that a method has one colour in every panel and figure. Others get C7, C8, C9.
 COLORS = {
     "VL-DAC": "C0",
     "RL4VLM-0.5": "C1",
@@ -660,7 +671,7 @@ def plot(words, out):
         raise UserError("a result without success flags has no rate to plot")
     runs = [word for word in words if not word.endswith(".json")]
     groups = groups_of(load_curves(runs) if runs else [])
-    worlds = [world for world, _ in groups] + [result["task"]["env"] for result in results]
+    worlds = [world for world, _ in groups] + [world_name(result["task"]["env"]) for result in results]
     worlds = list(dict.fromkeys(worlds))  # each once
     columns = min(2, len(worlds))
     rows = math.ceil(len(worlds) / columns)
@@ -674,18 +685,19 @@ def plot(words, out):
     lines, colors = {}, dict(COLORS)
     for (world, method), group in groups.items():
         name = f"{method}, mean and each seed" if len(group) > 1 else method
-        color = colors.setdefault(method, f"C{len(colors)}")
+        color = colors.setdefault(method, f"C{len(colors) - 2}")
         steps = np.unique(np.concatenate([curve.steps for curve in group]))
         steps = steps[steps <= min(curve.steps[-1] for curve in group)]  # those that all runs have reached
         rates = np.array([np.interp(steps, curve.steps, curve.rates) for curve in group])  # (runs, steps)
         (lines[name],) = axes[world].plot(steps, rates.mean(0), color=color, label=name)
-        axes[world].plot(steps, rates.T, color=color, alpha=0.4, linewidth=0.8)
+        for curve in group:
+            axes[world].plot(curve.steps, curve.rates, color=color, alpha=0.4, linewidth=0.8)
     for result in results:
         player = result["player"]
         name = {"random": "random actions", "hint": "scripted player"}.get(player, player)
-        color = colors.setdefault(name, f"C{len(colors)}")
+        color = colors.setdefault(name, f"C{len(colors) - 2}")
         rate = result["summary"]["success_rate"]
-        axis = axes[result["task"]["env"]]
+        axis = axes[world_name(result["task"]["env"])]
         lines[name] = axis.axhline(rate, linestyle="--", color=color, label=name)
     figure.legend(handles=lines.values(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     figure.savefig(out, dpi=200)
@@ -695,14 +707,14 @@ def plot(words, out):
 # --------------------------------------------------------------------------------------------- the program
 
 
-# What an update would need fits always, as there is none.
+# No update is made, so these pass every check of what an update needs.
 NO_UPDATE = {"num_steps": 2, "minibatch_size": 1, "total_timesteps": 10**9}
 
 
 def options_of_run(command, folder, words):
     """The options of an evaluation of a run, and its folder if its checkpoint has the weights, else None.
 
-    The command line's > those of the run.
+    What the command line says wins over the options of the run.
     """
     try:
         saved = vldac.load_args(folder, Args)
@@ -722,7 +734,7 @@ def options_of_run(command, folder, words):
 
 
 def options_of_model(command, words):
-    """The options of an evaluation without a run: the command line's > those of vldac.py."""
+    """The options of an evaluation without a run: the command line's, else those of vldac.py."""
     words = [*(f"--{name}={x}" for name, x in NO_UPDATE.items()), "--split=eval", *words]
     if command != "model":
         words = ["--model=tiny", *words]  # it is not loaded

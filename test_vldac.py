@@ -1751,6 +1751,8 @@ def runs(tmp_path):
         (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
         options = {"env": world, "seed": int(seed), "num_envs": 2, "num_steps": 5, "total_timesteps": 40}
         (folder / "args.json").write_text(json.dumps(options))
+        if len(rows) == 5:
+            (folder / "adapter").mkdir()
         folders.append(str(folder))
     return folders
 
@@ -2355,6 +2357,55 @@ def test_alfworld_repeats_itself_and_ends(alfworld_data):
     assert len({text for _, text, *_ in records}) == 1  # nothing has happened
     assert "Your task" not in records[0][1] and "countertop 1" in records[0][1]
     assert (one.render() < 128).any()  # the text is on the frame
+
+
+class ThorMaker:
+    """Like alfworld 0.4.2's AlfredThorEnv: it is the maker and the environment, and draws the games."""
+
+    def __init__(self):
+        self.json_file_list, self.envs = ["sink", "fridge", "bed"], []
+
+    def init_env(self, batch_size):
+        self.envs.append({"steps": 0, "stopped": False})
+        return self
+
+    def seed(self, seed):
+        pass
+
+    def reset(self):
+        self.game = self.json_file_list.pop()
+        return self.play(0, f"You are here. Your task is to: clean the {self.game}.")
+
+    def step(self, actions):
+        (said,), infos = self.play(self.envs[0]["steps"] + 1, "You move.")
+        return [said], None, [False], infos
+
+    def play(self, steps, said):
+        self.envs[0]["steps"] = steps
+        infos = {"won": [steps == 2], "goal_condition_success_rate": [steps / 2]}
+        return [said], infos | {"admissible_commands": [["go on"]]}
+
+    def get_frames(self):
+        return np.full((1, 300, 300, 3), self.envs[0]["steps"], np.uint8)
+
+    def close(self):
+        self.envs[0]["stopped"] = True
+
+
+def test_worlds_of_thor_have_simulators_and_games_of_their_own(monkeypatch):
+    """On a stand-in, as THOR has never run here."""
+    maker = ThorMaker()
+    monkeypatch.setattr(envs, "load_alfworld", lambda kind, split: maker)
+    first, second = (envs.make_env("ALFWorldThor") for _ in range(2))
+    first.reset(seed=0)
+    games = {seed: second.reset(seed=seed)[1]["task"] for seed in range(20)}
+    assert len(set(games.values())) == 3 and second.reset(seed=0)[1]["task"] == games[0]
+    assert first.reset(seed=1)[1]["task"] == games[1]  # whatever was played before
+    steps = [second.step("go on") for _ in range(2)]
+    assert [reward for _, reward, *_ in steps] == [0.5, 2.0] and steps[1][2]
+    assert (first.step("go on")[0]["image"] == 1).all() and (steps[1][0]["image"] == 2).all()
+    first.close()
+    assert not second.unwrapped.env.envs[0]["stopped"]
 
 
 @pytest.mark.parametrize("package, env, words", [

@@ -3,7 +3,7 @@
     python vldac.py --env extras.long_thoughts:LongOneRoom-v0 --model tiny --max_new_tokens 100
 
 The words are random and mean nothing. They are for what depends on the length of a thought: RL4VLM's lambda,
-and the ratio of a whole response. As nobody can say the same words, the toy's lesson counts no thought as
+and the ratio of a whole response. They are drawn anew each time, so the toy's lesson counts no thought as
 true, and always takes its three rounds.
 """
 

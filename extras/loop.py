@@ -1,7 +1,7 @@
 """LOOP (Chen et al. 2025, arXiv 2502.01600) for vision-language agents, made of the parts of vldac.py.
 
 What VL-DAC is compared with: K episodes from the same start; an episode's advantage is its return less the
-mean of the others', and all its tokens share it; no critic, so what concerns one has no effect (gamma,
+mean of the others', and all its tokens share it; no critic, so the critic's options have no effect (gamma,
 gae_lambda, value_warmup, value_hidden, stop_grad). KL term and cosine are VL-DAC's, as in its paper.
 
     python extras/loop.py --env OneRoom    takes vldac.py's options and --group_size; one process
@@ -104,7 +104,7 @@ def make_minibatches(episodes, args) -> list:
 
 
 def train(args, folder):
-    """A whole training, as long as the budget holds another update of VL-DAC's size."""
+    """A whole training, as long as num_envs * num_steps steps are left."""
     players = [vldac.Player(args, index) for index in range(args.num_envs)]
     eval_args = dataclasses.replace(args, split="eval")
     eval_players = [vldac.Player(eval_args) for _ in range(min(args.num_envs, args.eval_episodes))]
@@ -129,7 +129,7 @@ def train(args, folder):
         vldac.score(policy, minibatches)
         steps = list(itertools.chain(*episodes))
         for step in steps:
-            step.ret = step.value  # of no account: the value loss has the weight 0
+            step.ret = step.value  # not used: the value loss has the weight 0
         times.append(time.perf_counter())
         losses = {}
         if minibatches:

@@ -24,7 +24,7 @@ from vldac import policy_loss  # noqa: E402
 
 @dataclass
 class Args(vldac.Args):
-    """The options of vldac.py; one more, by which a run tells whose it is."""
+    """The options of vldac.py; one more, so that no other program resumes such a run."""
 
     ratio: Literal["response"] = "response"
 
