@@ -97,7 +97,7 @@ class Args:
     max_episode_steps: int | None = None  # default: the world's own limit
     invalid_reward: float | None = None  # for a response without admissible action; default: the world's own
     num_images: int = 4  # newest frames in the prompt
-    max_image_tokens: int = 256  # at most, per frame; the smallest frame of some models has more
+    max_image_tokens: int = 256  # at most, per frame; some models have their own number, or a larger minimum
     temperature: float = 1.0
     max_new_tokens: int = 256
     # update
@@ -119,7 +119,7 @@ class Args:
     lora_rank: int = 16
     lora_alpha: int = 32  # PEFT's scale, not the alpha of Eq. 6
     value_hidden: list[int] = field(default_factory=lambda: [3072, 2048])  # widths in the value head
-    gradient_checkpointing: bool = False  # slower, for most of the activation memory
+    gradient_checkpointing: bool = False  # slower, but saves most of the memory for activations
     # the run
     eval_episodes: int = 50  # on fixed seeds, before and after training, the best adapter to best/; 0: none
     eval_every: int = 0  # updates between further such evaluations
@@ -597,7 +597,7 @@ def make_minibatches(steps, args: Args) -> list:
     num_minibatches = math.ceil(len(steps) * WORLD_SIZE / args.minibatch_size)
     minibatches = []
     for rows in torch.randperm(len(steps)).chunk(num_minibatches):
-        # Similar lengths save padding. The longest of them come first: a lack of memory mostly shows at once.
+        # Similar lengths save padding. The longest, which need the most memory, come first.
         minibatch = sorted([steps[row] for row in rows.tolist()], key=length, reverse=True)
         starts = range(0, len(minibatch), args.micro_batch_size)
         minibatches.append([minibatch[start : start + args.micro_batch_size] for start in starts])
@@ -1153,7 +1153,7 @@ def load_checkpoint(folder: Path, policy, optimizer, players) -> dict:
 
 
 def begin_or_resume(folder: Path, policy, optimizer, players, eval_players) -> dict:
-    """Begin a run, or go on with one that has a checkpoint. Returns that checkpoint's numbers."""
+    """Begin a run, or go on with one that has a checkpoint. Returns that checkpoint."""
     say(f"LoRA is on {len(policy.lora_parameters()) // 2} linear layers of the language model")
     if (folder / "checkpoint.pt").exists():
         return load_checkpoint(folder, policy, optimizer, players)
@@ -1222,6 +1222,7 @@ def mistakes(args: Args) -> list[str]:
     steps = args.num_envs * args.num_steps
     rollout = f"num_envs * num_steps = {steps}"
     processes = f"a multiple of the {WORLD_SIZE} processes"
+    there = not args.device.startswith("cuda") or torch.cuda.is_available()
     rules = [  # whether each holds, and what to say if not
         (steps >= 2, f"{rollout} must be at least 2, or no advantage can be normalised"),
         (steps <= args.total_timesteps, f"{rollout} must be at most --total_timesteps"),
@@ -1229,6 +1230,7 @@ def mistakes(args: Args) -> list[str]:
         (args.num_envs % WORLD_SIZE == 0, f"--num_envs must be {processes}"),
         (args.minibatch_size % WORLD_SIZE == 0, f"--minibatch_size must be {processes}"),
         (WORLD_SIZE == 1 or ":" not in args.device, "--device must have no number: each process has its GPU"),
+        (there, f"--device {args.device}: PyTorch {torch.__version__} finds no GPU; --device cpu?"),
         (not args.track or find_spec("wandb"), "--track needs Weights & Biases: pip install wandb"),
     ]
     found += [words for holds, words in rules if not holds]
