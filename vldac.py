@@ -3,8 +3,8 @@
 VL-DAC (Vision-Language Decoupled Actor-Critic, Bredis et al., AAMAS 2026, arXiv 2508.04280) trains a
 vision-language model (VLM) to act. At environment step t the model sees a prompt s_t (images and text) and
 writes a response a_t, the tokens a_t^1 a_t^2 ...; the action parsed from it moves the environment, which pays
-the reward R_t. The losses work at different levels: the policy is optimised per token, the value is predicted
-once per environment step, and the value head's gradient stops at the backbone.
+the reward r_t. Actor and critic are decoupled: the policy is optimised per token, the value is predicted once
+per environment step, and the value head's gradient stops at the backbone.
 
     L = L_policy + beta * L_KL + alpha * L_value                                                     (Eq. 6)
 
@@ -12,13 +12,13 @@ once per environment step, and the value head's gradient stops at the backbone.
               environment steps, then normalised over the rollout                                    (Eq. 3)
     L_value   1/2 (V(s_t) - G_t)^2, where V(s_t) = MLP(stopgrad(h_t)), h_t is the last layer's hidden state at
               the last prompt token, and G_t is V(s_t) plus the advantage before it is normalised    (Eq. 4)
-    L_KL      divergence from the sampling policy (Eq. 5) or, the default, from the model without its adapter
+    L_KL      divergence from the policy that sampled (Eq. 5) or, the default, from the model without its LoRA
     In the first `value_warmup` updates only the value head learns. There is no entropy bonus.
 
 Letters: N environments of a process, T steps per rollout, B environment steps (of a rollout or of a part of
-it), P prompt length, R response length (both padded), H hidden size. Tensors (T, N) and (B,) are per
-environment step, (B, R) per token. "Deviation n" says where the code differs from the paper or its released
-code, and why.
+it), P prompt length, R response length (both padded; R_b that of response b), H hidden size. Tensors (T, N)
+and (B,) are per environment step, (B, R) per token. "Deviation n" says where the code differs from the paper
+or its released code, and why.
 Where to begin: the loop of `train`, which calls `collect`, `make_minibatches`, `score`, `add_advantages` and
 `update`. They, and the losses, the advantages and the policy that they use, stand above it; what is left,
 below: loading a model, processes, evaluation, log and checkpoint, options.
@@ -217,7 +217,7 @@ def parse_action(text: str, actions) -> str | None:
 def gae(rewards, values, last_values, dones, gamma, gae_lambda):
     """Generalised advantage estimation over environment steps (Schulman et al. 2016, Eq. 16).
 
-    rewards, values  (T, N)  of step t: R_t and V(s_t)
+    rewards, values  (T, N)  of step t: r_t and V(s_t)
     last_values      (N,)    V of the state after the rollout, ignored where its last step ended the episode
     dones            (T, N)  1 if the episode ended *with* step t (CleanRL stores it one step later)
     Returns advantages and returns = advantages + values, both (T, N). They are targets: give values that have
@@ -306,10 +306,10 @@ def kl_base(newlogprobs, baselogprobs, mask):
 
 
 def kl_old(newlogprobs, logprobs, mask):
-    """D_KL(new || old) in nats per token, from tokens the old policy sampled (Eq. 5): r log r - (r - 1).
+    """D_KL(new || old) in nats per token, from tokens the old policy sampled (Eq. 5): q log q - (q - 1).
 
-    newlogprobs, logprobs, mask  (B, R) as in policy_loss; r = new / old. Never negative. In expectation,
-    both its value and its gradient are those of the divergence, as E_old[r f] = E_new[f].
+    newlogprobs, logprobs, mask  (B, R) as in policy_loss; q = new / old. Never negative. In expectation,
+    both its value and its gradient are those of the divergence, as E_old[q f] = E_new[f].
 
     >>> kl_old(torch.full((1, 1), math.log(2.0)), torch.zeros(1, 1), torch.ones(1, 1))  # 2 log 2 - 1
     tensor(0.3863)
@@ -333,7 +333,8 @@ PER_TOKEN = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids
 class VLMPolicy(nn.Module):
     """A VLM with LoRA on its language model, and a value head on the last prompt token's hidden state.
 
-    `forward` scores the distribution that `sample` draws from: the same temperature, the same banned tokens.
+    `forward` scores the distribution that `sample` draws from: the same temperature, the same banned tokens
+    (placeholders of images).
     """
 
     def __init__(self, args: Args):
@@ -381,7 +382,7 @@ class VLMPolicy(nn.Module):
 
     def encode(self, text, frames) -> dict:
         """A prompt as the model's inputs, on the CPU: ids and mask (1, P), the pixels of its frames."""
-        # A page in the world may show special tokens: they must not become the chat format.
+        # The text of a world may hold special tokens: they must not become the chat format.
         text = self.special_tokens.sub(" ", text)
         content = [{"type": "image"} for _ in frames] + [{"type": "text", "text": text}]
         options = {"tokenize": False, "add_generation_prompt": True}
@@ -397,6 +398,7 @@ class VLMPolicy(nn.Module):
         """B encoded prompts, each followed by its response, for the model: ids and mask (B, P + R), pixels.
 
         Prompts are padded on the left and responses on the right, so that all responses start in column P.
+        The model finds the positions by the mask.
         """
         tokens = pad(responses)  # (B, R)
         mask = pad([torch.ones_like(response) for response in responses])
@@ -447,9 +449,9 @@ class VLMPolicy(nn.Module):
             hidden = self.vlm.model(**inputs, use_cache=False).last_hidden_state  # (B, P + R, H)
             lm_head = self.vlm.get_output_embeddings()
             logits = lm_head(hidden[:, P - 1 : -1])  # (B, R, vocabulary), each from the token before
-        # Deviation 8: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16: at
-        # a probability of 1 % in steps of a third of the clip range. The head is left in bfloat16: in fp32
-        # a tiny model's ratios were hardly more exact, as its hidden states are rounded as coarsely.
+        # Deviation 8: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16:
+        # that of 1 %, -4.6, in steps of 0.03, beside a clip range of 0.1. The logits are left in bfloat16, as
+        # the hidden states are that they come from.
         logits = logits.float()
         if self.logit_cap:
             logits = self.logit_cap * (logits / self.logit_cap).tanh()
@@ -587,9 +589,9 @@ def make_minibatches(steps, args: Args) -> list:
     A minibatch is for one optimizer step. A micro-batch is for one forward pass, both when it is scored and
     when it is trained.
     """
-    # Deviation 11: drawn once, before scoring; the released code draws anew for each epoch. With the same
-    # neighbours and padding the rounding is the same, so the ratios of the first minibatch are 1 to the bit
-    # on a CPU, in bfloat16 too. On a GPU this has not been measured.
+    # Deviation 11: drawn once, before scoring; the released code draws anew for each epoch. How a row is
+    # rounded depends on the batch around it. In the same batch the ratios of the first minibatch are 1 to the
+    # bit on a CPU, in bfloat16 too. On a GPU this has not been measured.
 
     def length(step):
         return step.prompt["input_ids"].shape[1] + len(step.tokens)
@@ -607,8 +609,9 @@ def make_minibatches(steps, args: Args) -> list:
 @torch.no_grad()
 def score(policy, minibatches):
     """Complete the steps: values, and log-probabilities under the policy that sampled and under the base."""
-    # generate() rounds in other ways than the forward pass that is trained, so its log-probabilities are not
-    # used. The log has as ratio_first how far the ratios of the first minibatch are from 1: 0 is exact.
+    # generate() goes token by token and rounds otherwise than the forward pass that is trained, so its
+    # log-probabilities are not used. The log has as ratio_first how far the ratios of the first minibatch are
+    # from 1: 0 is exact.
     policy.eval()
     for micro in itertools.chain(*minibatches):
         logprobs, _, values = policy([step.prompt for step in micro], [step.tokens for step in micro])
@@ -628,8 +631,8 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     steps        B = T * N, of which step t of player n is number t * N + n
     last_values  (N,) of the states after them
     Returns statistics for the log.
-    A step that timed out is not learned from: its advantage is 0 (-mean / std when normalised). Usual would
-    be to keep its reward and to add gamma V(s_t+1).
+    The reward of a step that timed out is not learned from: its advantage is 0, before it is normalised, and
+    its return V(s_t). Usual would be to keep the reward and to add gamma V(s_t+1).
     """
     N = len(last_values)
     rewards = torch.tensor([step.reward for step in steps]).view(-1, N)  # (T, N)
@@ -638,7 +641,7 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     timed_out = torch.tensor([step.timed_out for step in steps]).view(-1, N)
     # Deviation 12: at a time-out V(s_t) takes the place of the reward, and the steps before bootstrap from
     # it; the released code has this in MiniWorld only. Why: MiniWorld's -1 at a time-out says little about
-    # the last actions, and made learning slower (docs/details.md).
+    # the last actions, and made learning slower, with gamma V(s_t+1) added too (docs/details.md).
     rewards = torch.where(timed_out, values, rewards)
     last_values = last_values.cpu()
     advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
@@ -691,7 +694,7 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict
                     loss = args.vf_coef * v_loss
                 else:
                     loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss  # Eq. 6
-                (loss * len(micro) / size).backward()
+                (loss * len(micro) / size).backward()  # these add up to the minibatch's mean
                 losses = {"policy_loss": pg_loss, "kl": kl, "value_loss": v_loss}
                 log.add(losses, newlogprobs, logprobs, baselogprobs, mask)
 
@@ -755,7 +758,7 @@ def train(args: Args, folder: Path):
         times = [time.perf_counter()]
         steps, last_prompts, episodes = collect(policy, players, args)
         times.append(time.perf_counter())
-        minibatches = make_minibatches(steps, args)
+        minibatches = make_minibatches(steps, args)  # of the same Step objects
         score(policy, minibatches)
         stats = add_advantages(steps, policy.values(last_prompts), args)
         times.append(time.perf_counter())
@@ -764,7 +767,7 @@ def train(args: Args, folder: Path):
 
         row = {"update": u, "global_step": u * rollout_steps, "episodes": gather(episodes)}
         recent = (recent + row["episodes"])[-100:]
-        # Short episodes, often successes, end first: no means until every player has finished an episode.
+        # The first episodes to end are short, mostly successes: no means until every player has ended one.
         fair = all(gather([player.episode > 1 for player in players]))
         row |= charts(policy, steps, stats, times, recent if fair else [])
         row["charts/learning_rate"] = rate
