@@ -646,7 +646,7 @@ def methods(words) -> str:
     return markdown(lines) + left_out
 
 
-# So that a method has one colour in every panel and figure. Others get C7, C8, C9.
+# So that a method has one colour in every panel and figure. Others get C7, C8, C9 (the last two are greys).
 COLORS = {
     "VL-DAC": "C0",
     "RL4VLM-0.5": "C1",

@@ -1547,6 +1547,7 @@ WRONG = {
 def test_wrong_invocations(words, tmp_path, capsys, monkeypatch):
     """One line that says what to do, exit status 2, no traceback, nothing left behind, no model loaded."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path / "text")
     (tmp_path / "torn").mkdir()

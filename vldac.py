@@ -1225,7 +1225,7 @@ def mistakes(args: Args) -> list[str]:
     steps = args.num_envs * args.num_steps
     rollout = f"num_envs * num_steps = {steps}"
     processes = f"a multiple of the {WORLD_SIZE} processes"
-    there = not args.device.startswith("cuda") or torch.cuda.is_available()
+    device_found = not args.device.startswith("cuda") or torch.cuda.is_available()
     rules = [  # whether each holds, and what to say if not
         (steps >= 2, f"{rollout} must be at least 2, or no advantage can be normalised"),
         (steps <= args.total_timesteps, f"{rollout} must be at most --total_timesteps"),
@@ -1233,7 +1233,7 @@ def mistakes(args: Args) -> list[str]:
         (args.num_envs % WORLD_SIZE == 0, f"--num_envs must be {processes}"),
         (args.minibatch_size % WORLD_SIZE == 0, f"--minibatch_size must be {processes}"),
         (WORLD_SIZE == 1 or ":" not in args.device, "--device must have no number: each process has its GPU"),
-        (there, f"--device {args.device}: PyTorch {torch.__version__} finds no GPU; --device cpu?"),
+        (device_found, f"--device {args.device}: PyTorch {torch.__version__} finds no GPU; --device cpu?"),
         (not args.track or find_spec("wandb"), "--track needs Weights & Biases: pip install wandb"),
     ]
     found += [words for holds, words in rules if not holds]
