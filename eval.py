@@ -675,7 +675,7 @@ def plot(words, out):
     worlds = list(dict.fromkeys(worlds))  # each once
     columns = min(2, len(worlds))
     rows = math.ceil(len(worlds) / columns)
-    figure = Figure(figsize=(4.2 * columns, 0.3 + 2.3 * rows), layout="constrained")
+    figure = Figure(figsize=(4.2 * columns, 0.8 + 2.3 * rows), layout="constrained")
     axes = {}
     for number, world in enumerate(worlds, 1):
         axes[world] = figure.add_subplot(rows, columns, number, title=world)
@@ -684,12 +684,11 @@ def plot(words, out):
         axes[world].grid(alpha=0.3)
     lines, colors = {}, dict(COLORS)
     for (world, method), group in groups.items():
-        name = f"{method}, mean and each seed" if len(group) > 1 else method
         color = colors.setdefault(method, f"C{len(colors) - 2}")
         steps = np.unique(np.concatenate([curve.steps for curve in group]))
         steps = steps[steps <= min(curve.steps[-1] for curve in group)]  # those that all runs have reached
         rates = np.array([np.interp(steps, curve.steps, curve.rates) for curve in group])  # (runs, steps)
-        (lines[name],) = axes[world].plot(steps, rates.mean(0), color=color, label=name)
+        (lines[method],) = axes[world].plot(steps, rates.mean(0), color=color, label=method)
         for curve in group:
             axes[world].plot(curve.steps, curve.rates, color=color, alpha=0.4, linewidth=0.8)
     for result in results:
@@ -699,7 +698,9 @@ def plot(words, out):
         rate = result["summary"]["success_rate"]
         axis = axes[world_name(result["task"]["env"])]
         lines[name] = axis.axhline(rate, linestyle="--", color=color, label=name)
-    figure.legend(handles=lines.values(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    title = "thin: a seed, thick: the mean" if any(len(group) > 1 for group in groups.values()) else None
+    place = {"loc": "outside lower center", "ncols": 2}
+    figure.legend(handles=lines.values(), title=title, **place, fontsize=8, title_fontsize=8, frameon=False)
     figure.savefig(out, dpi=200)
     print(out)
 
