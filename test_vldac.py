@@ -205,12 +205,9 @@ def test_what_lies_under_the_padding_changes_nothing(name, junk):
     assert dirty_gradient.equal(gradient)
 
 
-def test_a_step_without_tokens_is_refused():
+def test_shapes_that_would_mislead_are_refused():
     with pytest.raises(ValueError, match="token in every step"):
         vldac.step_mean(torch.zeros(2, 2), torch.tensor([[1, 1], [0, 0]]))
-
-
-def test_values_that_would_broadcast_are_refused():
     with pytest.raises(ValueError, match=r"\(2, 1\), \(2,\)"):
         value_loss(torch.zeros(2, 1), torch.zeros(2))
 
@@ -731,8 +728,6 @@ def test_gradient_checkpointing_changes_neither_samples_nor_gradients(around_an_
             make_policy(model).peft_model.save_pretrained(tmp_path)
             changes["adapter"] = str(tmp_path)
         policy = make_policy(model, **changes).train()
-        switches = [getattr(module, "gradient_checkpointing", False) for module in policy.modules()]
-        assert any(switches) == checkpointing
         [[micro]] = some_minibatches(policy)
         seen = []  # what the frozen vision tower gives is not backpropagated
         remember = lambda *call, seen=seen: seen.append(call[-1])  # noqa: E731
@@ -886,21 +881,12 @@ def test_a_time_out_by_hand():
     assert stats["explained_variance"] == pytest.approx(explained.item())
 
 
-@pytest.mark.parametrize("ends, done, timed_out", [
-    ((False, False), False, False), ((True, False), True, False),
-    ((False, True), True, True), ((True, True), True, False),  # both flags set is an end
-])  # fmt: skip
-def test_only_the_time_limit_alone_is_a_time_out(ends, done, timed_out, monkeypatch):
-    player = vldac.Player(Args(env=CORRIDOR))
+def test_a_success_in_the_last_step_is_no_time_out():
+    player = vldac.Player(Args(env=CORRIDOR, max_episode_steps=1))
     player.reset(0)
-    really_step = player.env.step
-
-    def step(action):
-        observation, reward, _, _, info = really_step(action)
-        return observation, reward, *ends, info
-
-    monkeypatch.setattr(player.env, "step", step)
-    assert player.step("left")[1:] == (done, timed_out)
+    player.env.unwrapped.place = 3
+    _, done, timed_out = player.step("right")
+    assert done and not timed_out
 
 
 # ------------------------------------------------------------------------------ the prompt and the parser
@@ -1036,7 +1022,7 @@ def test_a_run_writes_what_it_says(run, name, capsys, monkeypatch):
     assert names == {"args.json", "log.jsonl", "checkpoint.pt", "adapter", "best"}
     printed = capsys.readouterr().out
     assert f" --resume {folder}" in printed and "on 2 fixed seeds: success_rate" in printed
-    assert re.search(r"LoRA is on \d+ linear layers", printed)
+    assert re.search(r"LoRA is on [1-9]\d* linear layers", printed)
 
 
 def test_the_log_tells_the_rate_and_the_warm_up(run):
@@ -1086,18 +1072,24 @@ def test_random_numbers_depend_on_the_seed_and_the_update(run, monkeypatch):
 
 
 def test_a_rollout_bootstraps_from_the_values_after_it(run, monkeypatch):
-    """Where no episode has ended, the last step's return is what it has paid and gamma times that value."""
-    add_advantages, returns = vldac.add_advantages, []
+    """The values of the prompts with which the next rollout begins: gamma times each is the last return."""
+    add_advantages, rollouts, asked = vldac.add_advantages, [], []
 
     def record(steps, last_values, args):
         stats = add_advantages(steps, last_values, args)
-        returns.extend(step.ret - step.reward for step in steps[-2:] if not step.done)
+        rollouts.append(steps)
         return stats
 
+    def values(self, prompts):
+        asked.append([prompt["input_ids"].tolist() for prompt in prompts])
+        return torch.full((len(prompts),), 7.0)
+
     monkeypatch.setattr(vldac, "add_advantages", record)
-    monkeypatch.setattr(VLMPolicy, "values", lambda self, prompts: torch.full((len(prompts),), 7.0))
+    monkeypatch.setattr(VLMPolicy, "values", values)
     run(CORRIDOR, "--gamma", 0.5, "--max_episode_steps", 5)
-    assert returns[:2] == pytest.approx([3.5, 3.5])
+    returns = [step.ret - step.reward for step in rollouts[0][-2:] if not step.done]
+    assert returns == pytest.approx([3.5, 3.5])
+    assert asked[0] == [step.prompt["input_ids"].tolist() for step in rollouts[1][:2]]
 
 
 def test_a_taken_name_gets_a_number_and_equal_seeds_give_equal_logs(run, tmp_path):
@@ -2751,17 +2743,6 @@ def test_the_table_of_results_is_what_the_command_above_it_prints(capsys, monkey
 
 # ------------------------------------------------------------------ a model of any family, for the tests
 
-PROCESSORS = {
-    "qwen2_vl": "Qwen2VLProcessor",
-    "qwen2_5_vl": "Qwen2_5_VLProcessor",
-    "qwen3_vl": "Qwen3VLProcessor",
-    "qwen3_5": "Qwen3VLProcessor",
-    "glm4v": "Glm4vProcessor",
-    "internvl": "InternVLProcessor",
-    "gemma3": "Gemma3Processor",
-    "gemma4": "Gemma4Processor",
-    "smolvlm": "SmolVLMProcessor",
-}
 SPECIAL = [*toy.SPECIAL, "<bos>", "<eos>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
 SPECIAL += ["<image>", "<fake_token_around_image>", "<global-img>", "<video>", "<audio>"]
 SPECIAL += ["<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"]
@@ -2784,7 +2765,7 @@ def write_model(family, folder, H=32, layers=2):
     text["vocab_size"] = raw.get_vocab_size()
     mrope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     vision = {"hidden_size": 32, "intermediate_size": 64}
-    images, files, extra = {"processor_class": PROCESSORS[family]}, {}, {}
+    images, files, extra = {}, {}, {}
     if family.startswith("qwen") or family == "glm4v":
         marker = "<|vision_start|><|image_pad|><|vision_end|>"
         names = "image_pad video_pad vision_start vision_end".split()
