@@ -1341,6 +1341,14 @@ def test_two_processes_of_four_have_the_gradient_of_one_of_eight(tmp_path, model
 def test_a_run_of_two_processes(main, run, tmp_path, monkeypatch, capfd):
     """Totals are totals, seeds differ, one process writes; killed and resumed, the log is the same."""
     sizes = [*LONG, "--num_envs", 4, "--num_steps", 2]
+    set_seed = vldac.set_seed
+
+    def record(seed):
+        with open(tmp_path / f"seeds of {vldac.RANK}", "a") as file:
+            print(seed, file=file)
+        set_seed(seed)
+
+    monkeypatch.setattr(vldac, "set_seed", record)
 
     def both(name):
         return forked(lambda: run(TROUBLED, *sizes, name=name, main=main), ranks=2)
@@ -1352,6 +1360,8 @@ def test_a_run_of_two_processes(main, run, tmp_path, monkeypatch, capfd):
     assert [row["losses/ratio_first"] for row in rows] == [0.0] * 4
     seeds = [episode["seed"] for row in rows for episode in row["episodes"]]
     assert len(seeds) == len(set(seeds))
+    first, second = [(tmp_path / f"seeds of {rank}").read_text().split() for rank in (0, 1)]
+    assert set(first) & set(second) == {"0"}  # that of the weights and of evaluations
 
     monkeypatch.setattr(Troubled, "happens", killed)
     monkeypatch.setattr(Troubled, "number", 11)  # of each process's 16
