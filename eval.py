@@ -699,8 +699,8 @@ def plot(words, out):
         axis = axes[world_name(result["task"]["env"])]
         lines[name] = axis.axhline(rate, linestyle="--", color=color, label=name)
     title = "thin: a seed, thick: the mean" if any(len(group) > 1 for group in groups.values()) else None
-    place = {"loc": "outside lower center", "ncols": 2}
-    figure.legend(handles=lines.values(), title=title, **place, fontsize=8, title_fontsize=8, frameon=False)
+    small = {"fontsize": 8, "title_fontsize": 8, "frameon": False}
+    figure.legend(handles=lines.values(), loc="outside lower center", ncols=2, title=title, **small)
     figure.savefig(out, dpi=200)
     print(out)
 
