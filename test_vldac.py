@@ -40,6 +40,8 @@ import types
 from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # PyTorch that uses a GPU cannot train in forked processes
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -662,18 +664,28 @@ def test_a_thousandfold_value_loss_moves_lora_not_one_bit_further(model):
 
 
 @pytest.mark.parametrize("stop_grad", [True, False])
-def test_in_the_warm_up_only_the_value_head_learns(stop_grad, model):
-    """Also where the value loss may train LoRA: then it does so afterwards."""
+def test_in_the_warm_up_only_the_value_head_learns(stop_grad, model, monkeypatch):
+    """And no activations are kept for LoRA; where the value loss may train it, it does so afterwards."""
     policy = make_policy(model, stop_grad=stop_grad)
     [[micro]] = some_minibatches(policy)
     _, _, values = scored(policy, micro)
     adapters, _ = gradients(policy, value_loss(values, column(micro, "ret")))
     assert adapters.any() == (not stop_grad)
 
+    kept = []
+    really = vldac.UpdateLog.add
+
+    def add(log, losses, newlogprobs, *others):
+        kept.append(newlogprobs.requires_grad)
+        really(log, losses, newlogprobs, *others)
+
+    monkeypatch.setattr(vldac.UpdateLog, "add", add)
     before = lora_state(policy)
     weight = policy.value_head[0].weight.detach().clone()
     for value_only in (True, False):
+        kept.clear()
         updated(policy, [[micro]], value_only=value_only)
+        assert kept == [not value_only] * policy.args.update_epochs
         assert lora_state(policy).equal(before) == value_only
         assert not policy.value_head[0].weight.equal(weight)
 

@@ -668,6 +668,8 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict
     """
     policy.train()  # only gradient checkpointing depends on it
     lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
+    for parameter in lora:
+        parameter.requires_grad_(not value_only)  # where it has none, no activations are kept
     log = UpdateLog(args)
     for epoch in range(args.update_epochs):
         if epoch > 0:
@@ -698,8 +700,6 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict
                 losses = {"policy_loss": pg_loss, "kl": kl, "value_loss": v_loss}
                 log.add(losses, newlogprobs, logprobs, baselogprobs, mask)
 
-            if value_only:
-                policy.peft_model.zero_grad()  # with --stop_grad false, the value loss has reached LoRA
             average_gradients([*lora, *value_head])
             # Deviation 13: LoRA and the value head are clipped separately. One norm over both would couple
             # them: a large value gradient would shrink the policy's step.
@@ -709,6 +709,8 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict
             norm_value = nn.utils.clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
             log.norms.append([norm_lora.item(), norm_value.item()])
             optimizer.step()
+    for parameter in lora:
+        parameter.requires_grad_()
     return log.means()
 
 

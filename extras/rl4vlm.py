@@ -67,6 +67,8 @@ def update(policy, optimizer, minibatches, args, value_only=False):
     """vldac.update with another policy loss: a copy but for the lines below which RL4VLM is written."""
     policy.train()
     lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
+    for parameter in lora:
+        parameter.requires_grad_(not value_only)
     log = vldac.UpdateLog(args)
     # RL4VLM:
     steps = itertools.chain.from_iterable(itertools.chain(*minibatches))
@@ -103,13 +105,13 @@ def update(policy, optimizer, minibatches, args, value_only=False):
                 losses = {"policy_loss": pg_loss, "kl": kl, "value_loss": v_loss}
                 log.add(losses, newlogprobs, logprobs, baselogprobs, mask)
 
-            if value_only:
-                policy.peft_model.zero_grad()
             vldac.average_gradients([*lora, *value_head])
             norm_lora = clip_grad_norm_(lora, args.max_grad_norm, error_if_nonfinite=True)
             norm_value = clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
             log.norms.append([norm_lora.item(), norm_value.item()])
             optimizer.step()
+    for parameter in lora:
+        parameter.requires_grad_()
     return log.means()
 
 
