@@ -591,7 +591,7 @@ def make_minibatches(steps, args: Args) -> list:
     """
     # Deviation 11: drawn once, before scoring; the released code draws anew for each epoch. How a row is
     # rounded depends on the batch around it. In the same batch the ratios of the first minibatch are 1 to the
-    # bit on a CPU, in bfloat16 too. On a GPU this has not been measured.
+    # bit, in bfloat16 too: on CPUs and on an H200.
 
     def length(step):
         return step.prompt["input_ids"].shape[1] + len(step.tokens)
