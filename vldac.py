@@ -669,7 +669,7 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict
     policy.train()  # only gradient checkpointing depends on it
     lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
     for parameter in lora:
-        parameter.requires_grad_(not value_only)  # where it has none, no activations are kept
+        parameter.requires_grad_(not value_only)  # frozen in the warm-up, when no activations are kept for it
     log = UpdateLog(args)
     for epoch in range(args.update_epochs):
         if epoch > 0:
