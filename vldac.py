@@ -378,7 +378,7 @@ class VLMPolicy(nn.Module):
         check_frames(self)
 
     def lora_parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.peft_model.parameters() if p.requires_grad]
+        return [p for name, p in self.peft_model.named_parameters() if "lora_" in name]
 
     def encode(self, text, frames) -> dict:
         """A prompt as the model's inputs, on the CPU: ids and mask (1, P), the pixels of its frames."""
@@ -669,7 +669,7 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict
     policy.train()  # only gradient checkpointing depends on it
     lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
     for parameter in lora:
-        parameter.requires_grad_(not value_only)  # frozen in the warm-up, when no activations are kept for it
+        parameter.requires_grad_(not value_only)  # frozen in the warm-up: no activations are kept for it
     log = UpdateLog(args)
     for epoch in range(args.update_epochs):
         if epoch > 0:
@@ -709,8 +709,6 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict
             norm_value = nn.utils.clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
             log.norms.append([norm_lora.item(), norm_value.item()])
             optimizer.step()
-    for parameter in lora:
-        parameter.requires_grad_()
     return log.means()
 
 
@@ -1114,7 +1112,7 @@ def save_adapter(policy, folder: Path):
 
 def trainable_weights(policy) -> dict[str, torch.Tensor]:
     """LoRA and the value head, by name."""
-    return {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    return {name: p for name, p in policy.named_parameters() if "lora_" in name or "value_head" in name}
 
 
 def save_checkpoint(folder: Path, policy, optimizer, players, **state):

@@ -110,8 +110,6 @@ def update(policy, optimizer, minibatches, args, value_only=False):
             norm_value = clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
             log.norms.append([norm_lora.item(), norm_value.item()])
             optimizer.step()
-    for parameter in lora:
-        parameter.requires_grad_()
     return log.means()
 
 
