@@ -2713,6 +2713,7 @@ def test_the_readme_s_loss_can_be_copied():
     half = 2**-0.5  # 0.5 and -0.5 over their standard deviation
     assert there["advantages"].tolist() == pytest.approx([half, -half])
 
+    there["B"], there["steps_of_minibatch"] = 2, 4
     there["newvalues"] = torch.ones(2)
     there["logprobs"] = there["baselogprobs"] = torch.zeros(2, 2)
     there["newlogprobs"] = torch.full((2, 2), math.log(1.5))
@@ -2721,7 +2722,8 @@ def test_the_readme_s_loss_can_be_copied():
     surrogate = half * (1.1 - 1.5) / 2  # the first ratio is clipped, the second is not
     kl = 1 / 1.5 + math.log(1.5) - 1
     error = (0 + 1) / 2  # of the values, squared
-    assert there["loss"].item() == pytest.approx(-surrogate + 0.05 * kl + 0.15 * error / 2)
+    loss = -surrogate + 0.05 * kl + 0.15 * error / 2
+    assert there["loss"].item() == pytest.approx(loss * 2 / 4)
 
 
 def test_the_deviations_on_the_page_have_the_numbers_of_those_in_the_code():
