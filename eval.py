@@ -237,7 +237,7 @@ def evaluate(command, args, checkpoint=None, recordings=None):
             policy.vlm.generation_config.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
     if recordings is not None:
         act = recorded(act, recordings)
-    players = [vldac.Player(args) for _ in range(min(args.episodes, args.num_envs))]
+    players = [vldac.Player(args) for _ in range(vldac.players_at_once(args, args.episodes))]
     players[0].reset(0)
     if command == "hint" and envs.describe(players[0].env, "hint") is None:
         raise UserError(f"{args.env} gives no hint")

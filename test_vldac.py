@@ -2,6 +2,7 @@
 
     the maths                        GAE and each loss against a slow loop; what the KL terms estimate
     the policy                       nine families of models: sampling = scoring, LoRA, placeholders, padding
+    what only a GPU needs            decoding by a CUDA graph, with a stand-in; a convolution as a product
     the update                       ratio 1 to the bit, Eq. 6, warm-up, micro-batches
     from the collection to the loss  three rollouts computed again from seeds and answers; time-outs
     the prompt and the parser        what can be copied is parsed, and hostile text does no harm
@@ -17,6 +18,7 @@
 """
 
 import ast
+import contextlib
 import dataclasses
 import doctest
 import functools
@@ -51,7 +53,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerFast
+from transformers.cache_utils import StaticCache
+from transformers.generation import GenerationMixin
 
 import envs
 import eval as evaluation
@@ -248,6 +254,7 @@ def test_what_the_kl_terms_estimate():
 # --------------------------------------------------------------------------------------------- the policy
 
 FAMILIES = "qwen2_vl qwen2_5_vl qwen3_vl qwen3_5 glm4v internvl gemma3 gemma4 smolvlm".split()
+EACH_FAMILY = [("qwen2_vl", "float32"), *((family, "bfloat16") for family in FAMILIES)]
 TEXT_LAYERS = r".*language_model.*_proj"  # of a Qwen2-VL
 ACTIONS = ["turn left", "turn right", "move forward"]
 
@@ -470,6 +477,247 @@ def test_a_model_without_some_of_its_weights_is_refused(model, tmp_path):
         make_policy(folder)
 
 
+# ---------------------------------------------------------------------------------- what only a GPU needs
+
+
+class Tape(TorchDispatchMode):
+    """Stands in for a CUDA graph: the operations of a function, and their replay on the same tensors.
+
+    As on a GPU no Python runs in a replay, and a recording computes nothing: what it has changed is put back.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.changed, self.replays = [], [], 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if operation._schema.is_mutable:
+            self.changed.append((args[0], args[0].clone()))
+        out = operation(*args, **kwargs)
+        self.operations.append((operation, args, kwargs, out))
+        return out
+
+    def put_back(self):
+        for x, before in reversed(self.changed):
+            x.copy_(before)
+
+    def replay(self):
+        self.replays += 1
+        for operation, args, kwargs, out in self.operations:
+            again = operation(*args, **kwargs)
+            for place, x in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(place, torch.Tensor) and place.data_ptr() != x.data_ptr():  # else it is a view
+                    place.copy_(x)
+
+
+# Operations that wait for the GPU, or copy to it: they cannot be recorded.
+WAITING = "_local_scalar_dense item nonzero is_nonzero masked_select unique equal bincount lift_fresh".split()
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """CUDA graphs on a CPU: a list of those that are made. Set `policy.generate.recorded` to use them."""
+    made, streams = [], ["main"]
+
+    def new_graph():
+        made.append(Tape())
+        return made[-1]
+
+    @contextlib.contextmanager
+    def record(graph, capture_error_mode):
+        streams.append("side")  # and it stays there if the recording fails
+        with graph:
+            yield
+        graph.put_back()
+        streams.pop()
+
+    @contextlib.contextmanager
+    def stream(name):
+        before = list(streams)
+        try:
+            yield
+        finally:
+            streams[:] = before
+
+    def takes_step(self, inputs, config):  # as on a GPU
+        return isinstance(inputs.get("past_key_values"), StaticCache)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(GenerationMixin, "_valid_auto_compile_criteria", takes_step)
+    yield made
+    assert streams == ["main"]
+
+
+# Frames of each prompt: other lengths, fewer prompts, much longer ones, a single one, more.
+BATCHES = [[1, 2, 3, 1], [2, 1], [5, 5, 5, 1], [1], [3, 1, 1, 2, 1]]
+
+
+def greedy_policy(folder, **changes):
+    """A policy whose responses end early or late, and batches of prompts."""
+    policy = make_policy(folder, max_image_tokens=16, **changes)
+    policy.vlm.generation_config.do_sample = False
+    stop = policy.stop_ids[0].item()
+
+    def stop_now_and_then(*call):
+        logits = call[-1].clone()
+        logits[..., stop] += 100 * (logits.argmax(-1) % 6 == 0)
+        return logits
+
+    policy.vlm.get_output_embeddings().register_forward_hook(stop_now_and_then)
+    return policy, [some_prompts(policy, counts) for counts in BATCHES]
+
+
+def sampled(policy, batches, **generate):
+    """The tokens of the responses to each batch."""
+    vars(policy.generate).update(generate)
+    return [[tokens.tolist() for tokens in policy.sample(batch)] for batch in batches]
+
+
+@pytest.mark.parametrize("family, dtype", [*((family, "float32") for family in FAMILIES), *EACH_FAMILY[1:]])
+def test_a_graph_decodes_what_is_decoded_without_it(family, dtype, model_folder, graphs, monkeypatch):
+    """By generate() as it is, or, in bfloat16, which rounds otherwise, with the same cache. Also later."""
+    policy, batches = greedy_policy(model_folder(family), dtype=dtype)
+    if dtype == "bfloat16":
+        batches = batches[:2]
+
+    def expected():
+        if dtype == "float32":
+            return sampled(policy, batches, recorded=False)
+        with monkeypatch.context() as without:
+            without.setattr(policy.generate, "record", lambda inputs: policy.vlm(**inputs), raising=False)
+            policy.generate.forget()
+            return sampled(policy, batches, recorded=True)
+
+    before = expected()
+    assert sampled(policy, batches, recorded=True) == before
+    with torch.no_grad():
+        for parameter in policy.lora_parameters():
+            parameter *= 1.7
+    learned = sampled(policy, batches, recorded=True)
+    policy.generate.recorded = False
+    assert learned == expected() != before
+    if dtype == "float32":
+        assert len({len(tokens) for batch in before + learned for tokens in batch}) > 1
+    assert sum(graph.replays for graph in graphs) > 10
+    names = {operation.__name__.partition(".")[0] for graph in graphs for operation, *_ in graph.operations}
+    assert names >= {"embedding", "index_copy_"} and not names.intersection(WAITING)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_graph_samples_what_is_scored(family, model_folder, graphs):
+    policy = make_policy(model_folder(family), max_image_tokens=16, temperature=1.3)
+    policy.generate.recorded = True
+    generate, scores = policy.vlm.generate, []
+
+    def with_scores(**inputs):
+        out = generate(**inputs, output_scores=True, return_dict_in_generate=True)
+        scores.append(torch.stack(out.scores, dim=1).log_softmax(2))  # (rows, R, tokens)
+        return out.sequences
+
+    policy.vlm.generate = with_scores
+    for counts in ([3, 1, 2, 2], [1, 2]):
+        prompts = some_prompts(policy, counts)
+        responses = policy.sample(prompts)
+        logprobs, _, _ = policy(prompts, responses)
+        for i, response in enumerate(responses):
+            n = len(response)
+            drawn_from = scores[-1][i, torch.arange(n), response]
+            torch.testing.assert_close(logprobs[i, :n], drawn_from, atol=1e-4, rtol=0)
+    assert [len(batch) for batch in scores] == [4, 4]
+    assert graphs[0].replays > 10
+
+
+def nothing_is_recorded(tape):
+    raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+
+def wrong_logits(tape):
+    Tape.replay(tape)
+    *_, logits = tape.operations[-1]
+    logits.neg_()
+
+
+def no_place_is_counted(tape):
+    Tape.replay(tape)
+    for operation, args, *_ in tape.operations:
+        if operation._schema.name == "aten::add_" and args[0].ndim == 0:
+            args[0].sub_(1)
+
+
+FAILURES = {
+    nothing_is_recorded: "operation not permitted when stream is capturing",
+    wrong_logits: "it computes something else",
+    no_place_is_counted: "it computes something else",
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_graph_that_fails_is_given_up_for_good(failure, model, graphs, monkeypatch, capsys):
+    """With one line; then all is as without it: the usual cache, and nothing is filled up."""
+    policy, batches = greedy_policy(model)
+    before = sampled(policy, batches, recorded=False)
+    if failure is nothing_is_recorded:
+        monkeypatch.setattr(Tape, "__torch_dispatch__", lambda tape, *_: failure(tape))
+    else:
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Failing(failure))
+    generate, calls = policy.vlm.generate, []
+    policy.vlm.generate = lambda **inputs: calls.append(inputs) or generate(**inputs)
+    assert sampled(policy, batches, recorded=True) == before
+    assert ["past_key_values" in inputs for inputs in calls] == [True, False, False, False, False]
+    assert [len(inputs["input_ids"]) for inputs in calls] == list(map(len, BATCHES))
+    message = f"decoding goes on without a CUDA graph, which failed: {FAILURES[failure]}\n"
+    assert capsys.readouterr().out == message
+    assert torch.is_autocast_cache_enabled()
+
+
+class Failing(Tape):
+    def __init__(self, failure):
+        super().__init__()
+        self.failure = failure
+
+    def replay(self):
+        self.failure(self)
+
+
+CONV3D = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"]
+
+
+def test_a_patch_embedding_is_a_product(policy):
+    """Of the families that have a Conv3d, equal to rounding; the others are left as they are."""
+    family = policy.vlm.config.model_type
+    prompts = some_prompts(policy, [1, 2])
+    responses = [torch.tensor([60, 61, 62]), torch.tensor([63])]
+
+    def scored_with_gradients():
+        logprobs, _, values = policy(prompts, responses)
+        found = torch.autograd.grad(logprobs.sum(), policy.lora_parameters(), allow_unused=True)
+        return [logprobs, values, *(gradient for gradient in found if gradient is not None)]
+
+    before = scored_with_gradients()
+    vldac.patches_as_products(policy.vlm)
+    changed = [module for module in policy.vlm.modules() if "forward" in vars(module)]
+    after = scored_with_gradients()
+    for module in changed:
+        del module.forward
+    assert len(changed) == (family in CONV3D)
+    tolerance = 1e-4 if changed else 0.0
+    torch.testing.assert_close(after, before, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(scored_with_gradients(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_cudnn_is_off_on_a_gpu_and_nothing_changes_on_a_cpu(device, model, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", True)
+    vlm = vldac.load_vlm(options(model, device=device))
+    conv = vlm.model.visual.patch_embed.proj
+    assert torch.backends.cudnn.enabled == ("forward" not in vars(conv)) == (device == "cpu")
+
+
 # --------------------------------------------------------------------------------------------- the update
 
 
@@ -538,9 +786,6 @@ def test_minibatches_hold_every_step_once():
         assert lengths == sorted(lengths, reverse=True)
         met += together
     assert len(met) == 24 and set(met) == set(steps) and met != steps
-
-
-EACH_FAMILY = [("qwen2_vl", "float32"), *((family, "bfloat16") for family in FAMILIES)]
 
 
 @pytest.mark.parametrize("family, dtype", EACH_FAMILY)
@@ -1022,6 +1267,7 @@ def pretend_gpu(monkeypatch, bfloat16=True):
 @pytest.mark.parametrize("name", ["NumberLine", pytest.param("OneRoom", marks=needs_opengl)])
 def test_a_run_writes_what_it_says(run, name, capsys, monkeypatch):
     pretend_gpu(monkeypatch)  # which --device cpu does not use
+    monkeypatch.setattr(sys, "executable", f"{Path.cwd()}/.venv/bin/python")
     folder, rows = run(name, "--eval_episodes", 2, "--max_episode_steps", 3)
     assert [row["global_step"] for row in rows] == [0, 8, 16]
     assert ["eval/success_rate" in row for row in rows] == [True, False, True]
@@ -1033,8 +1279,77 @@ def test_a_run_writes_what_it_says(run, name, capsys, monkeypatch):
     names = {path.name for path in folder.iterdir()}
     assert names == {"args.json", "log.jsonl", "checkpoint.pt", "adapter", "best"}
     printed = capsys.readouterr().out
-    assert f" --resume {folder}" in printed and "on 2 fixed seeds: success_rate" in printed
+    assert f"{sys.argv[0]} --resume {folder}" in printed and "on 2 fixed seeds: success_rate" in printed
+    assert printed.count(": .venv/bin/python ") == 2  # the commands to go on and to look at it
+    assert "the first prompt, after its frames:\nTask: " in printed
     assert re.search(r"LoRA is on [1-9]\d* linear layers", printed)
+
+
+def test_a_first_response_is_shown_with_the_action_that_it_names(model, monkeypatch, capsys):
+    policy = make_policy(model)
+    player = vldac.Player(options(model, env=CORRIDOR))
+    player.next_episode()
+    script(monkeypatch, [answer("right"), "right"])
+    for _ in range(2):
+        vldac.show_a_response(policy, player)
+    text, _ = player.turn()
+    first, second = [f"the first prompt, after its frames:\n{text}\na response: "] * 2
+    first += answer("right") + "\nits action: right\n"
+    second += "right\nit names no admissible action\n"
+    assert capsys.readouterr().out == first + second
+    assert player.actions == []  # nothing is played
+
+
+@pytest.mark.parametrize("env, episodes, num_envs, processes, players", [
+    ("OneRoom", 50, 16, 1, 50),
+    ("Blackjack", 200, 16, 1, 64),
+    ("MazeS3", 200, 8, 1, 32),
+    ("OneRoom", 200, 16, 4, 16),
+    ("WebShop", 50, 16, 1, 16),
+    (CORRIDOR, 200, 16, 2, 8),
+    (CORRIDOR, 3, 16, 1, 3),
+])  # fmt: skip
+def test_how_many_episodes_an_evaluation_plays_at_once(
+    env, episodes, num_envs, processes, players, monkeypatch
+):
+    """More than a rollout where a world is light, but not if one process has few for lack of memory."""
+    monkeypatch.setattr(vldac, "WORLD_SIZE", processes)
+    args = options("any", env=env, num_envs=num_envs)
+    assert vldac.players_at_once(args, episodes) == players
+
+
+def test_an_evaluation_shows_its_progress_at_every_step(run, monkeypatch, capsys):
+    """Five episodes of three steps, all at once in a light world, else two at a time."""
+    monkeypatch.setattr(vldac, "BAR_INTERVAL", 0)
+    steps = {"NumberLine": [0, 5, 10, 15], CORRIDOR: [0, 2, 4, 6, 8, 10, 12, 13, 14, 15]}
+    for env, expected in steps.items():
+        script(monkeypatch, ["nothing"])  # so that every episode takes all its steps
+        run(env, "--eval_episodes", 5, "--max_episode_steps", 3)
+        shown = re.findall(r"evaluating: (\d+) steps(?: [^\r]*?, (\d) of 5)?", capsys.readouterr().err)
+        first = shown[: len(expected)]
+        assert [int(n) for n, _ in first] == expected
+        assert first[0] == ("0", "") and first[-1] == ("15", "5")
+
+
+def test_training_decodes_the_same_rows_whatever_is_evaluated(run, graphs, monkeypatch):
+    """By a graph: nothing of an evaluation, of more episodes at once, is kept; and the other way round."""
+    rows, generate, generation = [], GenerationMixin.generate, vldac.Generation
+
+    def record(self, **inputs):
+        rows.append(len(inputs["input_ids"]))
+        return generate(self, **inputs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", record)
+    monkeypatch.setattr(vldac, "Generation", lambda vlm, recorded: generation(vlm, recorded=True))
+    _, never = run("NumberLine")
+    assert rows == [1, *[2] * 8]
+    rows.clear()
+    _, often = run("NumberLine", "--eval_episodes", 5, "--eval_every", 1)
+    assert [(n, len(list(group))) for n, group in itertools.groupby(rows) if n == 2] == [(2, 4), (2, 4)]
+    assert [n for n, _ in itertools.groupby(rows)] == [1, 5, 2, 5, 2, 5]
+    often = [{key: x for key, x in row.items() if not key.startswith("eval/")} for row in often]
+    assert without_times(often) == without_times(never)
+    assert never[1]["losses/ratio_first"] == 0.0
 
 
 def test_the_log_tells_the_rate_and_the_warm_up(run):
@@ -1193,7 +1508,12 @@ def limit_file_size():
 
 TROUBLES = [  # what happens, at which step (there are 8 per update), the exit status, and what is printed
     (killed, 20, -signal.SIGKILL, ""),
-    (lambda: os.kill(os.getpid(), signal.SIGINT), 20, 1, r"stopped; to go on: python \S+ --resume \S+part"),
+    (
+        lambda: os.kill(os.getpid(), signal.SIGINT),
+        20,
+        1,
+        r"stopped; to go on: \S*python\S* \S+ --resume \S+part",
+    ),
     (limit_file_size, 4, 1, "File too large|unexpected pos|write"),
 ]
 
@@ -1236,13 +1556,18 @@ def test_whatever_stops_a_run_it_goes_on_as_if_it_had_not_been(
         trouble.setattr(Troubled, "number", number)
         trouble.setattr(Troubled, "happens", happens)
         assert forked(lambda: run(TROUBLED, *LONG, name="part")) == [status]
-    assert re.search(words, capfd.readouterr().err)
+    printed = capfd.readouterr()
+    assert re.search(words, printed.err) and printed.out.count("a response: ") == 1
     part = (tmp_path / "part").rename(tmp_path / "moved")
     assert torch.load(part / "checkpoint.pt", weights_only=True)["update"] == (number - 1) // 8
     with open(part / "log.jsonl", "a") as log:
         log.write('{"update": 3, "global_st')  # a row that the kill has torn
     vldac.main(["--resume", str(part)])
     same_runs(whole_run, part)
+    lines = capfd.readouterr().out.splitlines()
+    first_row = next(i for i, line in enumerate(lines) if re.match(r" +\d+ ", line))
+    assert lines.index(vldac.HEAD) < first_row and lines.count(vldac.HEAD) == 1
+    assert "a response: " not in "".join(lines)
 
 
 def files(folder):
@@ -1366,7 +1691,8 @@ def test_a_run_of_two_processes(main, run, tmp_path, monkeypatch, capfd):
         return forked(lambda: run(TROUBLED, *sizes, name=name, main=main), ranks=2)
 
     assert both("whole") == [0, 0]
-    assert capfd.readouterr().out.count("to go on after any stop") == 1
+    command = r"to go on after any stop: \S+ -m torch.distributed.run --nproc_per_node=2 \S+ --resume"
+    assert len(re.findall(command, capfd.readouterr().out)) == 1
     _, *rows = rows_of(tmp_path / "whole")
     assert [row["global_step"] for row in rows] == [8, 16, 24, 32]
     assert [row["losses/ratio_first"] for row in rows] == [0.0] * 4

@@ -32,7 +32,9 @@ imitation, so that one can watch the algorithm on a laptop.
 """
 
 import argparse
+import copy
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -64,6 +66,7 @@ from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, HfArgumentParser, set_seed
+from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 import envs
@@ -100,6 +103,7 @@ class Args:
     max_image_tokens: int = 256  # at most, per frame; some models have their own number, or a larger minimum
     temperature: float = 1.0
     max_new_tokens: int = 256
+    cuda_graph: bool = False  # on one GPU: a token is decoded by a recorded CUDA graph; no GPU has run it yet
     # update
     minibatch_size: int = 128  # environment steps per optimizer step, of all processes
     micro_batch_size: int = 8  # environment steps per trained or scored forward pass; lower it to save memory
@@ -362,6 +366,8 @@ class VLMPolicy(nn.Module):
         self.to(args.device)
         bf16 = args.dtype == "bfloat16"
         self.autocast = torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=bf16)
+        one_gpu = args.device.startswith("cuda") and WORLD_SIZE == 1
+        self.generate = Generation(vlm, recorded=args.cuda_graph and one_gpu)
 
         # Deviation 7: sampled at temperature 1 from the whole vocabulary. The released code has top_k 1, that
         # is, argmax: nothing is explored, and PPO's ratio is not that of the policy that acted. The hub's
@@ -423,7 +429,7 @@ class VLMPolicy(nn.Module):
         inputs = self.inputs(prompts, [self.no_tokens] * len(prompts))
         P = inputs["input_ids"].shape[1]
         with self.autocast:
-            output = self.vlm.generate(**inputs)  # (B, P + R)
+            output = self.generate(**inputs)  # (B, P + R)
         tokens = output[:, P:]
         stops = torch.isin(tokens, self.stop_ids).long()
         stops_before = stops.cumsum(1) - stops  # (B, R), strictly before this column
@@ -738,7 +744,7 @@ def train(args: Args, folder: Path):
     N = args.num_envs // WORLD_SIZE  # players of this process
     players = [Player(args, RANK * N + n) for n in range(N)]
     eval_args = dataclasses.replace(args, split="eval")
-    eval_players = [Player(eval_args) for _ in range(min(N, args.eval_episodes))]
+    eval_players = [Player(eval_args) for _ in range(players_at_once(args, args.eval_episodes))]
     set_seed(args.seed)  # so that all processes begin with the same weights
     policy = VLMPolicy(args)
     optimizer = make_optimizer(policy, args)
@@ -746,6 +752,8 @@ def train(args: Args, folder: Path):
     num_updates = args.total_timesteps // rollout_steps
     for player in players:
         player.next_episode()
+    if not args.resume:
+        show_a_response(policy, players[0])
     state = begin_or_resume(folder, policy, optimizer, players, eval_players)
     best, recent = state["best"], state["recent"]  # the best evaluation; the last 100 episodes
 
@@ -830,7 +838,23 @@ def load_vlm(args: Args):
     if loaded["missing_keys"]:
         missing = min(loaded["missing_keys"])
         raise envs.UserError(f"--model {args.model} is not complete: it has no {missing}")
+    if args.device.startswith("cuda"):
+        # PyTorch 2.13's cuDNN raises at the first convolution where another cuDNN is installed
+        # (github.com/pytorch/pytorch/issues/188892), and on some GPUs it has none for Qwen3-VL's patches.
+        torch.backends.cudnn.enabled = False
+        patches_as_products(vlm)
     return vlm
+
+
+def patches_as_products(vlm):
+    """Compute each Conv3d, the patch embedding of Qwen and GLM, as the matrix product that it is."""
+
+    def product(conv, patches):  # (patches, channels, time, height, width), each as large as the kernel
+        return nn.functional.linear(patches.flatten(1), conv.weight.flatten(1), conv.bias)
+
+    for module in vlm.modules():
+        if isinstance(module, nn.Conv3d):  # its callers flatten what it returns
+            module.forward = functools.partial(product, module)
 
 
 def add_lora(vlm, args: Args) -> PeftModel:
@@ -893,6 +917,95 @@ def check_frames(policy):
         raise envs.UserError(f"{policy.args.model} is not supported: {words}")
 
 
+class Generation:
+    """`vlm.generate`. If `recorded`, its forward pass for one more token is a CUDA graph.
+
+    It is thousands of small kernels, and to launch them one by one takes several times as long as they run. A
+    graph is launched as a whole, but repeats what was recorded, on the same memory and without Python. So the
+    inputs are copied to where they were, the cache has a fixed size, and a smaller batch is filled up.
+    """
+
+    def __init__(self, vlm, recorded):
+        self.vlm, self.recorded = vlm, recorded
+        vlm.get_compiled_call = lambda _: self.step  # which generate() takes if the cache is static
+        self.forget()
+
+    def forget(self):
+        """Drop cache and graph, as batches of another size will follow."""
+        self.rows = self.length = 0
+        self.cache = self.graph = self.inputs = self.output = None
+
+    def __call__(self, **inputs):
+        """From prompts (B, P) to prompts with their responses (B, P + R)."""
+        if not self.recorded:
+            return self.vlm.generate(**inputs)
+        B, P = inputs["input_ids"].shape
+        rows, length = B, P + self.vlm.generation_config.max_new_tokens
+        if rows > self.rows or length > self.length:
+            rows, length = max(rows, self.rows), max(length, self.length)
+            self.forget()
+            self.rows, self.length = rows, math.ceil(length / 64) * 64  # so that it seldom grows
+            self.cache = StaticCache(self.vlm.config, self.length)
+            for i, layer in enumerate(self.cache.layers):
+                # Gemma's sliding layers count in Python. In a full layer the mask leaves the same window.
+                if type(layer) is StaticSlidingWindowLayer:
+                    self.cache.layers[i] = StaticLayer(self.length)
+        self.cache.reset()
+        # What fills up is a prompt of one token, whose response ends with its first one.
+        for key in PER_TOKEN & inputs.keys():
+            inputs[key] = nn.functional.pad(inputs[key], (0, 0, 0, self.rows - B))  # (rows, P)
+        inputs["input_ids"][B:] = inputs["input_ids"][0, -1]  # no placeholder of an image
+        inputs["attention_mask"][B:, -1] = 1
+        fills_up = torch.arange(self.rows, device=self.vlm.device) >= B
+        stop = [lambda *_: fills_up]
+        return self.vlm.generate(**inputs, past_key_values=self.cache, stopping_criteria=stop)[:B]
+
+    def step(self, **inputs):
+        """The forward pass for one more token of every response."""
+        if not self.recorded:
+            return self.vlm(**inputs)
+        if self.graph is None:
+            return self.record(inputs)
+        for place, x in zip(tensors_in(self.inputs), tensors_in(inputs), strict=True):
+            place.copy_(x)
+        self.graph.replay()
+        return self.output
+
+    def record(self, inputs):
+        """Record a step and replay it. If that fails, or computes something else, there will be no graph."""
+        cache = copy.deepcopy(self.cache)
+        expected = self.vlm(**inputs | {"past_key_values": cache})  # libraries also allocate what they need
+        problem = "it computes something else"
+        # Autocast keeps LoRA's weights in bfloat16, and the graph would go on with those of now.
+        torch.set_autocast_cache_enabled(False)
+        try:
+            self.inputs, self.graph = inputs, torch.cuda.CUDAGraph()
+            # A recording that fails leaves its own stream behind. Other threads may use the GPU meanwhile.
+            with torch.cuda.device(self.vlm.device), torch.cuda.stream(torch.cuda.current_stream()):
+                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                    self.output = self.vlm(**inputs)
+            self.graph.replay()
+            tolerance = expected.logits.abs().max().item() / 50
+            close = torch.allclose(self.output.logits, expected.logits, rtol=0, atol=tolerance)
+            if close and self.cache.get_seq_length().equal(cache.get_seq_length()):
+                return self.output
+        except RuntimeError as error:
+            problem = str(error).partition("\n")[0]
+        finally:
+            torch.set_autocast_cache_enabled(True)
+        say(f"decoding goes on without a CUDA graph, which failed: {problem}")
+        self.recorded = False
+        self.forget()
+        return expected
+
+
+def tensors_in(x) -> list[torch.Tensor]:
+    """The tensors in a dict, and in the dicts in it."""
+    if isinstance(x, dict):
+        return [tensor for item in x.values() for tensor in tensors_in(item)]
+    return [x] if isinstance(x, torch.Tensor) else []
+
+
 # -------------------------------------------------------------- several processes (torchrun), and messages
 
 
@@ -935,25 +1048,36 @@ def say(text):
 BAR_INTERVAL = 0.1 if sys.stderr.isatty() else 10  # seconds between two states of a progress bar
 
 
+def players_at_once(args: Args, episodes) -> int:
+    """How many players a process needs for an evaluation of so many episodes."""
+    N = args.num_envs // WORLD_SIZE
+    if args.env in [*envs.RED_BOX, *envs.CARDS]:  # light: a batch of more responses takes little longer
+        return min(episodes, 4 * N, 64)
+    return min(episodes, N)  # of simulators, browsers, or worlds that we do not know
+
+
 def evaluate(policy, players, seeds, act=act) -> list[dict]:
     """An episode on each seed, played as in training: a dict each, by seed. eval.py has other `act`s too."""
     set_seed(players[0].args.seed)
     waiting = list(seeds)[RANK::WORLD_SIZE]  # the processes share the seeds
-    words = f"evaluating on {len(seeds)} fixed seeds"
-    bar = tqdm(desc=words, total=len(waiting), mininterval=BAR_INTERVAL, leave=False, disable=RANK > 0)
-    playing = players[: len(waiting)]
+    number = len(waiting)
+    intervals = {"mininterval": BAR_INTERVAL, "miniters": 1}  # else few steps at a time would not be shown
+    bar = tqdm(desc="evaluating", unit=" steps", leave=False, disable=RANK > 0, **intervals)
+    playing = players[:number]
     for player in playing:
         player.reset(waiting.pop(0))
     episodes = []
     while playing:
-        for player, step in zip(list(playing), act(policy, playing), strict=True):
+        steps = act(policy, playing)
+        for player, step in zip(list(playing), steps, strict=True):
             if step.done:
                 episodes.append(player.result())
-                bar.update()
                 if waiting:
                     player.reset(waiting.pop(0))
                 else:
                     playing.remove(player)
+        bar.set_postfix_str(f"{len(episodes)} of {number} episodes have ended", refresh=False)
+        bar.update(len(steps))
     bar.close()
     return sorted(gather(episodes), key=lambda episode: episode["seed"])
 
@@ -984,7 +1108,9 @@ def evaluate_and_keep_best(policy, players, folder: Path, best):
     args = policy.args
     if args.eval_episodes == 0:
         return {}, best
+    policy.generate.forget()
     result = summary(evaluate(policy, players, range(args.eval_episodes)))
+    policy.generate.forget()
     reached = (result["success_rate"] or 0.0, result["episodic_return"])
     if best is None or reached > best:
         save_adapter(policy, folder / "best")
@@ -1070,6 +1196,7 @@ COLUMNS = {  # of the line that is printed after an update
     "expl_var": "losses/explained_variance",
     "steps/s": "charts/env_steps_per_second",
 }
+HEAD = "   steps" + "".join(f"{name:>9}" for name in COLUMNS)
 
 
 def write_row(folder: Path, row: dict, args: Args):
@@ -1077,7 +1204,7 @@ def write_row(folder: Path, row: dict, args: Args):
     if RANK > 0:
         return
     if row["update"] % 10 == 1:
-        say("   steps" + "".join(f"{name:>9}" for name in COLUMNS))
+        say(HEAD)
     if row["update"] > 0:
         numbers = [row.get(key) for key in COLUMNS.values()]
         cells = ["-" if x is None else f"{x:.3f}" for x in numbers]
@@ -1155,11 +1282,24 @@ def load_checkpoint(folder: Path, policy, optimizer, players) -> dict:
     return state
 
 
+def show_a_response(policy, player):
+    """Print a first prompt, the response and its action: does the model answer in the format?"""
+    text, frames = player.turn()
+    [response] = policy.decode(policy.sample([policy.encode(text, frames)]))
+    action = parse_action(response, player.info["actions"])
+    say(f"the first prompt, after its frames:\n{text}")
+    say(f"a response: {response}")
+    say(f"its action: {action}" if action else "it names no admissible action")
+
+
 def begin_or_resume(folder: Path, policy, optimizer, players, eval_players) -> dict:
     """Begin a run, or go on with one that has a checkpoint. Returns that checkpoint."""
     say(f"LoRA is on {len(policy.lora_parameters()) // 2} linear layers of the language model")
     if (folder / "checkpoint.pt").exists():
-        return load_checkpoint(folder, policy, optimizer, players)
+        state = load_checkpoint(folder, policy, optimizer, players)
+        if state["update"] % 10 > 0:  # else the next row brings them
+            say(HEAD)
+        return state
     evaluation, best = evaluate_and_keep_best(policy, eval_players, folder, best=None)
     write_row(folder, {"update": 0, "global_step": 0} | evaluation, policy.args)
     state = {"update": 0, "best": best, "recent": []}
@@ -1190,7 +1330,7 @@ TOY = {
 }
 MAY_BE_ZERO = {"seed", "value_warmup", "eval_episodes", "eval_every"}  # of the options that count something
 # Options that may differ when a run is resumed.
-MAY_CHANGE = {"device", "micro_batch_size", "gradient_checkpointing", "track", "resume"}
+MAY_CHANGE = {"device", "cuda_graph", "micro_batch_size", "gradient_checkpointing", "track", "resume"}
 
 
 def load_args(folder, options=Args, exact=False) -> Args:
@@ -1352,8 +1492,9 @@ def refuse(error):
 def main(argv=None, options=Args, train=train):
     """The program. Another algorithm has options of its own, and a function (args, folder) that trains."""
     folder = None
-    launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc_per_node={WORLD_SIZE}"
-    resume = f"{launcher} {sys.argv[0]} --resume"
+    python = sys.executable.removeprefix(f"{Path.cwd()}/")
+    launcher = "" if WORLD_SIZE == 1 else f"-m torch.distributed.run --nproc_per_node={WORLD_SIZE} "
+    resume = f"{python} {launcher}{sys.argv[0]} --resume"
     try:
         args = parse_args(argv, options)
         if args.model == "tiny" and args.device == "cpu" and os.path.exists("/dev/nvidia0"):
@@ -1372,7 +1513,7 @@ def main(argv=None, options=Args, train=train):
         say(f"not at their defaults: {', '.join(changed) or 'none'}")
         say(f"to go on after any stop: {resume} {folder}")
         train(args, folder)
-        say(f"to look at it: python eval.py page {folder}")
+        say(f"to look at it: {python} eval.py page {folder}")
         if WORLD_SIZE > 1:
             dist.destroy_process_group()
     except envs.UserError as error:

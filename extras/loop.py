@@ -107,12 +107,15 @@ def train(args, folder):
     """A whole training, as long as num_envs * num_steps steps are left."""
     players = [vldac.Player(args, index) for index in range(args.num_envs)]
     eval_args = dataclasses.replace(args, split="eval")
-    eval_players = [vldac.Player(eval_args) for _ in range(min(args.num_envs, args.eval_episodes))]
+    eval_players = [vldac.Player(eval_args) for _ in range(vldac.players_at_once(args, args.eval_episodes))]
     vldac.set_seed(args.seed)
     policy = vldac.VLMPolicy(args)
     optimizer = vldac.make_optimizer(policy, args)
     unit = args.num_envs * args.num_steps  # environment steps of an update of VL-DAC: the schedule's unit
     num_updates = args.total_timesteps // unit
+    if not args.resume:
+        players[0].reset(vldac.training_seed(args.seed, 0, 1))
+        vldac.show_a_response(policy, players[0])
     state = vldac.begin_or_resume(folder, policy, optimizer, [], eval_players)  # no episode is half played
     u, best, recent = state["update"], state["best"], state["recent"]
     played = state.get("played", 0)  # environment steps
