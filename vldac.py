@@ -64,6 +64,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, HfArgumentParser, set_seed
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
@@ -840,21 +841,26 @@ def load_vlm(args: Args):
         raise envs.UserError(f"--model {args.model} is not complete: it has no {missing}")
     if args.device.startswith("cuda"):
         # PyTorch 2.13's cuDNN raises at the first convolution where another cuDNN is installed
-        # (github.com/pytorch/pytorch/issues/188892), and on some GPUs it has none for Qwen3-VL's patches.
+        # (github.com/pytorch/pytorch/issues/188892), and on some GPUs it cannot compute Qwen3-VL's.
         torch.backends.cudnn.enabled = False
         patches_as_products(vlm)
     return vlm
 
 
 def patches_as_products(vlm):
-    """Compute each Conv3d, the patch embedding of Qwen and GLM, as the matrix product that it is."""
+    """Compute the convolutions of Qwen's and GLM's patches as the matrix products that they are.
 
-    def product(conv, patches):  # (patches, channels, time, height, width), each as large as the kernel
-        return nn.functional.linear(patches.flatten(1), conv.weight.flatten(1), conv.bias)
+    Without cuDNN they would be slow: PyTorch then goes from patch to patch.
+    """
+
+    def forward(conv, x):  # (images or patches, channels, ...)
+        if x.shape[2:] != conv.kernel_size:
+            return type(conv).forward(conv, x)  # of a whole image
+        return nn.functional.linear(x.flatten(1), conv.weight.flatten(1), conv.bias)
 
     for module in vlm.modules():
-        if isinstance(module, nn.Conv3d):  # its callers flatten what it returns
-            module.forward = functools.partial(product, module)
+        if isinstance(module, nn.Conv2d | nn.Conv3d):  # the callers flatten what those of patches return
+            module.forward = functools.partial(forward, module)
 
 
 def add_lora(vlm, args: Args) -> PeftModel:
@@ -917,21 +923,26 @@ def check_frames(policy):
         raise envs.UserError(f"{policy.args.model} is not supported: {words}")
 
 
-class Generation:
-    """`vlm.generate`. If `recorded`, its forward pass for one more token is a CUDA graph.
+# ------------------------------------------------------------------------------ decoding by a CUDA graph
 
-    It is thousands of small kernels, and to launch them one by one takes several times as long as they run. A
-    graph is launched as a whole, but repeats what was recorded, on the same memory and without Python. So the
-    inputs are copied to where they were, the cache has a fixed size, and a smaller batch is filled up.
+
+class Generation:
+    """`vlm.generate`; if `recorded`, with a CUDA graph of the forward pass for one more token.
+
+    The pass has thousands of small kernels, and to launch them one by one takes several times as long as they
+    run. A graph is launched as a whole. But it repeats what was recorded, in the same memory and without
+    Python: so inputs are copied to where they were, the cache of keys and values has a fixed size, and a
+    batch with fewer prompts is filled up with other rows.
     """
 
     def __init__(self, vlm, recorded):
         self.vlm, self.recorded = vlm, recorded
-        vlm.get_compiled_call = lambda _: self.step  # which generate() takes if the cache is static
+        # Where the cache is static, generate() calls this for all tokens but the first.
+        vlm.get_compiled_call = lambda _: self.decode_token
         self.forget()
 
     def forget(self):
-        """Drop cache and graph, as batches of another size will follow."""
+        """Drop the cache and the graph, so that the next batch sets their size."""
         self.rows = self.length = 0
         self.cache = self.graph = self.inputs = self.output = None
 
@@ -940,18 +951,11 @@ class Generation:
         if not self.recorded:
             return self.vlm.generate(**inputs)
         B, P = inputs["input_ids"].shape
-        rows, length = B, P + self.vlm.generation_config.max_new_tokens
-        if rows > self.rows or length > self.length:
-            rows, length = max(rows, self.rows), max(length, self.length)
-            self.forget()
-            self.rows, self.length = rows, math.ceil(length / 64) * 64  # so that it seldom grows
-            self.cache = StaticCache(self.vlm.config, self.length)
-            for i, layer in enumerate(self.cache.layers):
-                # Gemma's sliding layers count in Python. In a full layer the mask leaves the same window.
-                if type(layer) is StaticSlidingWindowLayer:
-                    self.cache.layers[i] = StaticLayer(self.length)
+        length = P + self.vlm.generation_config.max_new_tokens
+        if B > self.rows or length > self.length:
+            self.enlarge(B, length)
         self.cache.reset()
-        # What fills up is a prompt of one token, whose response ends with its first one.
+        # The rows that fill up are prompts of one token, and stop after the first token of their response.
         for key in PER_TOKEN & inputs.keys():
             inputs[key] = nn.functional.pad(inputs[key], (0, 0, 0, self.rows - B))  # (rows, P)
         inputs["input_ids"][B:] = inputs["input_ids"][0, -1]  # no placeholder of an image
@@ -960,50 +964,58 @@ class Generation:
         stop = [lambda *_: fills_up]
         return self.vlm.generate(**inputs, past_key_values=self.cache, stopping_criteria=stop)[:B]
 
-    def step(self, **inputs):
+    def enlarge(self, rows, length):
+        """Make a cache for so many rows and tokens, and for as many as the old one at least."""
+        rows, length = max(rows, self.rows), max(length, self.length)
+        self.forget()  # first, so that there is never memory for both
+        self.rows, self.length = rows, math.ceil(length / 64) * 64  # so that it seldom grows
+        self.cache = StaticCache(self.vlm.config, self.length)
+        for i, layer in enumerate(self.cache.layers):
+            # Gemma's sliding layers count in Python. The mask hides what is outside of their window, too.
+            if type(layer) is StaticSlidingWindowLayer:
+                self.cache.layers[i] = StaticLayer(self.length)
+
+    def decode_token(self, **inputs):
         """The forward pass for one more token of every response."""
-        if not self.recorded:
+        if not self.recorded:  # any more: the graph has failed at an earlier token
             return self.vlm(**inputs)
         if self.graph is None:
             return self.record(inputs)
-        for place, x in zip(tensors_in(self.inputs), tensors_in(inputs), strict=True):
-            place.copy_(x)
+        for place, x in zip(tree_leaves(self.inputs), tree_leaves(inputs), strict=True):
+            if isinstance(x, torch.Tensor):
+                place.copy_(x)
         self.graph.replay()
         return self.output
 
     def record(self, inputs):
-        """Record a step and replay it. If that fails, or computes something else, there will be no graph."""
+        """Record the pass and replay it. If that fails, or the result is wrong, there will be no graph."""
+        # What is right, with a copy of the cache. Before a recording there must be such a pass, in which
+        # libraries allocate what they need.
         cache = copy.deepcopy(self.cache)
-        expected = self.vlm(**inputs | {"past_key_values": cache})  # libraries also allocate what they need
-        problem = "it computes something else"
-        # Autocast keeps LoRA's weights in bfloat16, and the graph would go on with those of now.
+        expected = self.vlm(**inputs | {"past_key_values": cache})
+        problem = "its result is not that of the model"
+        # Autocast would keep LoRA's weights in bfloat16, and the graph go on with those of now. This holds
+        # until the `with` in `sample` ends.
         torch.set_autocast_cache_enabled(False)
         try:
             self.inputs, self.graph = inputs, torch.cuda.CUDAGraph()
-            # A recording that fails leaves its own stream behind. Other threads may use the GPU meanwhile.
+            # The outer stream is the current one, and will be again if the recording fails.
             with torch.cuda.device(self.vlm.device), torch.cuda.stream(torch.cuda.current_stream()):
+                # thread_local: another thread may use the GPU meanwhile.
                 with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                     self.output = self.vlm(**inputs)
             self.graph.replay()
-            tolerance = expected.logits.abs().max().item() / 50
+            tolerance = expected.logits.abs().max().item() / 50  # the order of sums may be another one
             close = torch.allclose(self.output.logits, expected.logits, rtol=0, atol=tolerance)
             if close and self.cache.get_seq_length().equal(cache.get_seq_length()):
                 return self.output
         except RuntimeError as error:
-            problem = str(error).partition("\n")[0]
-        finally:
-            torch.set_autocast_cache_enabled(True)
-        say(f"decoding goes on without a CUDA graph, which failed: {problem}")
+            cause = error.__context__ or error  # the end of a recording that has failed raises, too
+            problem = str(cause).partition("\n")[0]
+        say(f"decoding goes on without a CUDA graph: {problem}")
         self.recorded = False
         self.forget()
-        return expected
-
-
-def tensors_in(x) -> list[torch.Tensor]:
-    """The tensors in a dict, and in the dicts in it."""
-    if isinstance(x, dict):
-        return [tensor for item in x.values() for tensor in tensors_in(item)]
-    return [x] if isinstance(x, torch.Tensor) else []
+        return expected  # generate() goes on with the cache in it, the copy
 
 
 # -------------------------------------------------------------- several processes (torchrun), and messages
@@ -1049,11 +1061,12 @@ BAR_INTERVAL = 0.1 if sys.stderr.isatty() else 10  # seconds between two states 
 
 
 def players_at_once(args: Args, episodes) -> int:
-    """How many players a process needs for an evaluation of so many episodes."""
+    """How many players a process needs for its share of an evaluation of so many episodes."""
+    share = math.ceil(episodes / WORLD_SIZE)
     N = args.num_envs // WORLD_SIZE
-    if args.env in [*envs.RED_BOX, *envs.CARDS]:  # light: a batch of more responses takes little longer
-        return min(episodes, 4 * N, 64)
-    return min(episodes, N)  # of simulators, browsers, or worlds that we do not know
+    if args.env in [*envs.RED_BOX, *envs.CARDS]:  # light worlds: a larger batch takes little longer
+        return min(share, 4 * N, 64)
+    return min(share, N)  # simulators, browsers, and worlds that we do not know
 
 
 def evaluate(policy, players, seeds, act=act) -> list[dict]:
@@ -1108,7 +1121,7 @@ def evaluate_and_keep_best(policy, players, folder: Path, best):
     args = policy.args
     if args.eval_episodes == 0:
         return {}, best
-    policy.generate.forget()
+    policy.generate.forget()  # an evaluation may decode more rows than training, or fewer
     result = summary(evaluate(policy, players, range(args.eval_episodes)))
     policy.generate.forget()
     reached = (result["success_rate"] or 0.0, result["episodic_return"])
@@ -1283,7 +1296,7 @@ def load_checkpoint(folder: Path, policy, optimizer, players) -> dict:
 
 
 def show_a_response(policy, player):
-    """Print a first prompt, the response and its action: does the model answer in the format?"""
+    """Print a prompt, the response and its action: does the model answer in the format?"""
     text, frames = player.turn()
     [response] = policy.decode(policy.sample([policy.encode(text, frames)]))
     action = parse_action(response, player.info["actions"])
