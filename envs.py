@@ -179,10 +179,15 @@ def make_simulator(name, height, width):
             return gym.make(f"miniworld:MiniWorld-{name}-v0", disable_env_checker=True, **sizes).unwrapped
     except ModuleNotFoundError as error:
         raise UserError(f"MiniWorld is not installed ({error}): pip install -r requirements.txt") from None
-    except Exception as error:  # an ImportError: a library is missing; or one of five of pyglet's own
-        what = OPENGL if isinstance(error, ImportError) else NO_DEVICE
-        words = f"MiniWorld cannot render here ({type(error).__name__}: {error}): {what}"
-        raise UserError(f"{words}; or try a world without OpenGL: --env NumberLine") from None
+    except Exception as error:
+        if isinstance(error, ImportError):  # of a library
+            what = OPENGL
+        elif type(error).__module__.startswith("pyglet."):  # it has five
+            what = NO_DEVICE
+        else:
+            raise
+        message = f"MiniWorld cannot render here ({type(error).__name__}: {error}): {what}"
+        raise UserError(f"{message}; or try a world without OpenGL: --env NumberLine") from None
 
 
 class MiniWorld(World):
@@ -328,14 +333,14 @@ SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.
 SIGN_OF = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
-def evaluate(formula) -> Fraction | None:
+def value_of(formula) -> Fraction | None:
     """The exact value of a list of symbols ("1" to "10", + - * / ( ), blanks ignored), None if malformed.
 
     No two numbers side by side, no sign before a number, no ** or //: the ways to cheat Python's evaluator.
 
-    >>> evaluate(["8", "/", "(", "3", "-", "8", "/", "3", ")"])
+    >>> value_of(["8", "/", "(", "3", "-", "8", "/", "3", ")"])
     Fraction(24, 1)
-    >>> evaluate(["2", "4"]), evaluate(["2", "*", "*", "3"]), evaluate(["4", "/", "(", "2", "-", "2", ")"])
+    >>> value_of(["2", "4"]), value_of(["2", "*", "*", "3"]), value_of(["4", "/", "(", "2", "-", "2", ")"])
     (None, None, None)
     """
 
@@ -353,12 +358,12 @@ def evaluate(formula) -> Fraction | None:
 @functools.cache
 def solutions(numbers, signs, target) -> list[list[str]]:
     """Formulas that use each number once and equal the target, with brackets wherever there may be some."""
-    found = []
+    formulas = []
 
     def search(terms):
         """Join two of the terms, (value, symbols) each, in every way until one is left."""
         if len(terms) == 1 and terms[0][0] == target:
-            found.append(terms[0][1][1:-1])  # without the outermost brackets
+            formulas.append(terms[0][1][1:-1])  # without the outermost brackets
         for i, j in itertools.permutations(range(len(terms)), 2):
             (x, left), (y, right) = terms[i], terms[j]
             others = [term for k, term in enumerate(terms) if k not in (i, j)]
@@ -367,7 +372,7 @@ def solutions(numbers, signs, target) -> list[list[str]]:
                     search([(SIGNS[sign](x, y), ["(", *left, sign, *right, ")"]), *others])
 
     search([(Fraction(n), [str(n)]) for n in numbers])
-    return found
+    return formulas
 
 
 FORMULA_TASK = (
@@ -408,7 +413,7 @@ class EZPoints(CardGame):
         if len(self.formula) > self.longest:
             return -1, False  # the last step: its limit ends the game, whatever was written
         if action == "=":
-            self.success = not self.free and evaluate(self.formula) == self.target
+            self.success = not self.free and value_of(self.formula) == self.target
             return (10 if self.success else -1), True
         if action.isdigit():
             if action not in self.free:
@@ -729,17 +734,17 @@ class WebShop(World):
 
     def _admissible(self, action):
         if action.startswith("search["):  # with a word, or the site may stumble
-            words = re.fullmatch(r"search\[[^\[\]]*\w[^\[\]]*\]", action)
-            return words is not None and "search[...]" in self.actions
+            search = re.fullmatch(r"search\[[^\[\]]*\w[^\[\]]*\]", action)
+            return search is not None and "search[...]" in self.actions
         return super()._admissible(action)
 
     def _step(self, action):
-        kind, _, words = action[:-1].partition("[")
+        kind, _, argument = action[:-1].partition("[")
         if kind == "search":
-            self.page.fill("#search_input", re.sub(r"[/<>]", " ", words))  # of its addresses and commands
+            self.page.fill("#search_input", re.sub(r"[/<>]", " ", argument))  # of its addresses and commands
             element = self.search
         else:
-            element = self.elements[words]
+            element = self.elements[argument]
         address = element.get_attribute("data-url")
         if address:  # an option
             self._visit(urljoin(self.page.url, address))
@@ -768,8 +773,8 @@ class WebShop(World):
         from playwright.sync_api import TimeoutError
 
         if not response.ok:
-            words = "are its data complete, and WEBSHOP_GOALS right? See its own output"
-            raise UserError(f"WebShop answers {response.status} at {response.url}: {words}")
+            message = "are its data complete, and WEBSHOP_GOALS right? See its own output"
+            raise UserError(f"WebShop answers {response.status} at {response.url}: {message}")
         with contextlib.suppress(TimeoutError):  # a picture from elsewhere may never come
             self.page.wait_for_load_state("load", timeout=5000)
         radios = self.page.query_selector_all("input[type=radio]")
@@ -894,8 +899,8 @@ class Checked(gym.Wrapper):
         image = spaces["image"] if isinstance(spaces, Dict) and spaces.keys() == {"image", "text"} else None
         right = isinstance(image, Box) and image.dtype == np.uint8 and image.shape[2:] == (3,)
         if not right or "" not in spaces["text"]:
-            words = "Dict(image=Box(0, 255, (height, width, 3), np.uint8), text=AnyText())"
-            raise UserError(f"its action_space must be Discrete, or its observation_space {words}")
+            space = "Dict(image=Box(0, 255, (height, width, 3), np.uint8), text=AnyText())"
+            raise UserError(f"its action_space must be Discrete, or its observation_space {space}")
 
     def reset(self, *, seed=None, options=None):
         result = self.env.reset(seed=seed, options=options)
@@ -994,15 +999,15 @@ def make_env(name: str, *, max_episode_steps=None, invalid_reward=None, split="t
         if isinstance(getattr(env, "action_space", None), Discrete):
             env.close()
             if "rgb_array" not in env.metadata.get("render_modes", []):
-                words = 'no render mode "rgb_array"; for actions in words, action_space = AnyText()'
-                raise UserError(f"--env {name}: it has Discrete actions, but {words}")
+                message = 'no render mode "rgb_array"; for actions in words, action_space = AnyText()'
+                raise UserError(f"--env {name}: it has Discrete actions, but {message}")
             env = TextActions(gym.make(env_id, disable_env_checker=True, render_mode="rgb_array"))
     except gym.error.UnregisteredEnv as error:
         module, _, own = name.rpartition(":")
-        words = f"The worlds of envs.py: {', '.join(NAMES)}"
+        help_text = f"The worlds of envs.py: {', '.join(NAMES)}"
         if module:
-            words = f'{module} must register it: gym.register("{own}", ...)'
-        raise UserError(f"--env {name}: {error} {words}") from None
+            help_text = f'{module} must register it: gym.register("{own}", ...)'
+        raise UserError(f"--env {name}: {error} {help_text}") from None
     except (gym.error.Error, ModuleNotFoundError) as error:  # pygame, or a module of that name, is missing
         raise UserError(f"--env {name}: {error}") from None
     return Checked(env, max_episode_steps, invalid_reward)
@@ -1024,8 +1029,8 @@ def random_action(actions, task, rng) -> str:
     return action
 
 
-def describe(env, method) -> str | None:
-    """What a world's `caption` or `hint` says, None if it has no such method."""
+def call_optional(env, method) -> str | None:
+    """What a world's `caption` or `hint` returns, None if it has no such method."""
     return env.get_wrapper_attr(method)() if env.has_wrapper_attr(method) else None
 
 
@@ -1057,6 +1062,6 @@ def check_world(env):
     if isinstance(env, Checked):  # not one of ours
         for seed in range(8):
             if first_step(env, seed) != first_step(env, seed):
-                words = "reset must call super().reset(seed=seed), and all chance come from self.np_random"
-                raise UserError(f"{env.spec.id}: two episodes of seed {seed} differ: {words}")
+                message = "reset must call super().reset(seed=seed), and all chance come from self.np_random"
+                raise UserError(f"{env.spec.id}: two episodes of seed {seed} differ: {message}")
     env.close()

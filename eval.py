@@ -7,20 +7,15 @@
     python eval.py random --env OneRoom                random actions: the floor
     python eval.py hint --env OneRoom                  the world's hints: a scripted player
     python eval.py compare A.json B.json               paired difference of two results, exact McNemar test
-    python eval.py table runs/A runs/B                 the figures of runs, a row each
-    python eval.py methods runs/*                      the figures of methods, each tested against the first
     python eval.py plot runs/A runs/B random.json      learning curves, results as dashed lines
-    python eval.py rows runs/A runs/B                  their logs as rows of docs/runs.csv, without its header
 
-All but the last five play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
+All but the last two play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
 trains, and write to --out FILE. `page` plays as many as the run's own evaluations (20 if it had none). --mode
 greedy takes the likeliest tokens. Options given here win over those of the run. For plot, --out FILE comes
-last. A run may be one of another algorithm in extras/, too. table, methods and plot also take docs/runs.csv,
-followed by what to show of it: docs/runs.csv OneRoom/VL-DAC OneRoom/LOOP
+last. A run may be one of another algorithm in extras/, too. study/report.py has tables of runs.
 """
 
 import base64
-import csv
 import dataclasses
 import html
 import io
@@ -46,6 +41,7 @@ from envs import UserError
 class Args(vldac.Args):
     """The options of vldac.py, and three of an evaluation."""
 
+    split: Literal["train", "eval"] = "eval"
     episodes: int = 200  # on seeds 0, 1, 2, ...
     mode: Literal["sampled", "greedy"] = "sampled"  # greedy: the likeliest tokens
     out: str | None = None  # file of the result
@@ -79,27 +75,6 @@ def mcnemar(won, lost):
     return min(1.0, 2 * tail / 2 ** (won + lost))
 
 
-def rank_sum(a, b) -> float:
-    """Exact two-sided p of the hypothesis that two groups come from one distribution (Wilcoxon 1945).
-
-    Under it any choice of len(a) of the values is as likely: p is the share of the choices whose sum of
-    ranks is as far from its mean as that of a, or farther. Equal values share a rank.
-
-    >>> rank_sum([1, 2], [3, 4, 5])  # 1 + 2 is 3 below the mean; of the ten sums 4 + 5 is as far
-    0.2
-    """
-    values = np.array([*a, *b])
-    ranks = (values[:, None] > values).sum(1) * 2 + (values[:, None] == values).sum(1)  # doubled: integers
-    ways = np.zeros((len(a) + 1, ranks.sum() + 1))  # ways[k, s]: to choose k values whose ranks sum to s
-    ways[0, 0] = 1
-    for rank in ranks:
-        ways[1:, rank:] += ways[:-1, :-rank].copy()
-    mean = len(a) * ranks.sum() / len(values)
-    distance = abs(np.arange(ways.shape[1]) - mean)
-    far = distance >= distance[ranks[: len(a)].sum()] - 1e-9
-    return (ways[-1, far].sum() / ways[-1].sum()).item()
-
-
 def summarize(episodes) -> dict:
     """Every figure of a result, from its episodes."""
     result = vldac.summary(episodes)
@@ -109,12 +84,12 @@ def summarize(episodes) -> dict:
     return result
 
 
-def describe(result) -> str:
-    """A line about a result.
+def result_line(result) -> str:
+    """A result in a line.
 
     >>> episodes = [{"seed": 0, "success": True, "return": 1.0, "length": 4, "invalid": 1}] * 2
     >>> result = {"player": "start", "mode": "greedy", "task": {"env": "OneRoom"}, "episodes": episodes}
-    >>> describe(result | {"summary": summarize(episodes)})
+    >>> result_line(result | {"summary": summarize(episodes)})
     'OneRoom, start, greedy, 2 episodes: success 1.000 (0.342-1.000), return 1.000, length 4.0'
     """
     summary = result["summary"]
@@ -167,21 +142,21 @@ def picture(frame) -> bytes:
     return file.getvalue()
 
 
-def recorded(act, recordings):
-    """The same as `act`; it also adds to `recordings`, by seed, what is played."""
+def recorded(play, recordings):
+    """The same as `play`; it also adds to `recordings`, by seed, what is played."""
 
-    def recording_act(policy, players):
+    def play_and_record(policy, players):
         frames = [player.observations[-1]["image"] for player in players]
-        steps = act(policy, players)
+        steps = play(policy, players)
         with torch.no_grad():
             logprobs, _, values = policy([step.prompt for step in steps], [step.tokens for step in steps])
         for i, (player, step) in enumerate(zip(players, steps, strict=True)):
             texts = [policy.tokenizer.decode(token) for token in step.tokens]
             probabilities = logprobs[i].exp().tolist()
-            said = list(zip(texts, probabilities, strict=False))  # the rest is padding
-            value = values[i].item() if policy.args.vf_coef > 0 else None  # LOOP has no critic
-            seen = picture(frames[i])
-            moment = Moment(seen, step.text, said, step.action, step.reward, step.timed_out, value)
+            tokens = list(zip(texts, probabilities, strict=False))  # the rest is padding
+            value = values[i].item() if policy.args.vf_coef > 0 else None  # without it there is no critic
+            image = picture(frames[i])
+            moment = Moment(image, step.text, tokens, step.action, step.reward, step.timed_out, value)
             recording = recordings.setdefault(player.seed, Recording([]))
             recording.moments.append(moment)
             if step.done:
@@ -189,7 +164,7 @@ def recorded(act, recordings):
                 recording.result = player.result()
         return steps
 
-    return recording_act
+    return play_and_record
 
 
 # --------------------------------------------------------------------------------------------- the players
@@ -198,11 +173,11 @@ def recorded(act, recordings):
 def scripted(command):
     """A step like `vldac.act`, for a player without a model: random actions, or the world's hints."""
 
-    def act(_, players):
+    def play(_, players):
         steps = []
         for player in players:
             if command == "hint":
-                action = envs.describe(player.env, "hint")
+                action = envs.call_optional(player.env, "hint")
             else:
                 # A function of the seed, so that it does not matter what plays beside it.
                 rng = random.Random(f"{player.seed} {len(player.actions)}")
@@ -210,14 +185,14 @@ def scripted(command):
             steps.append(vldac.Step({}, torch.zeros(0), "", action, *player.step(action)))
         return steps
 
-    return act
+    return play
 
 
 # What two results must share to be compared.
 TASK = ("env", "split", "max_episode_steps", "invalid_reward")
 
 
-def evaluate(command, args, checkpoint=None, recordings=None):
+def make_result(command, args, checkpoint=None, recordings=None):
     """Play the episodes, and record them in `recordings`, if it is given. Returns the result.
 
     checkpoint  the folder of the run whose checkpoint.pt has the weights; None: those of --adapter, or none
@@ -225,9 +200,9 @@ def evaluate(command, args, checkpoint=None, recordings=None):
     envs.check_world(vldac.Player(args).env)
     result = {"player": command, "mode": None, "model": None, "weights": None, "seed": args.seed}
     if command in ("random", "hint"):
-        act, policy = scripted(command), None
+        play, policy = scripted(command), None
     else:
-        act = vldac.act
+        play = vldac.act
         policy, weights = vldac.VLMPolicy(args), args.adapter
         if checkpoint:
             weights = f"checkpoint.pt, update {vldac.load_weights(checkpoint, policy)['update']}"
@@ -236,14 +211,14 @@ def evaluate(command, args, checkpoint=None, recordings=None):
         if args.mode == "greedy":  # the others are the defaults, at which transformers does not warn
             policy.vlm.generation_config.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
     if recordings is not None:
-        act = recorded(act, recordings)
+        play = recorded(play, recordings)
     players = [vldac.Player(args) for _ in range(vldac.players_at_once(args, args.episodes))]
     players[0].reset(0)
-    if command == "hint" and envs.describe(players[0].env, "hint") is None:
+    if command == "hint" and envs.call_optional(players[0].env, "hint") is None:
         raise UserError(f"{args.env} gives no hint")
     result["task"] = {name: getattr(args, name) for name in TASK}
     result["task"]["max_episode_steps"] = players[0].info["left"]  # the limit that holds
-    episodes = vldac.evaluate(policy, players, range(args.episodes), act)
+    episodes = vldac.evaluate(policy, players, range(args.episodes), play)
     return result | {"summary": summarize(episodes), "episodes": episodes}
 
 
@@ -380,7 +355,7 @@ def page(folder, result, recordings) -> str:
         options=html.escape(", ".join(f"{name} {x}" for name, x in options.items() if x is not None)),
         charts="".join(charts) or "no update is finished yet",
         evaluations="".join(evaluations) or "<tr><td>none",
-        played=html.escape(f"{describe(result)}; weights: {result['weights']}"),
+        played=html.escape(f"{result_line(result)}; weights: {result['weights']}"),
         critic=CRITIC.format(**options) if critic else "",
         strips="".join(strip(seed, recordings[seed], **discounts) for seed in lost[:5] + won[:3]),
     )
@@ -413,27 +388,39 @@ def compare(path_a, path_b) -> str:
         pairs.append((x["success"] is True, y["success"] is True))
     won, lost = pairs.count((False, True)), pairs.count((True, False))
     return (
-        f"A: {describe(a)}\nB: {describe(b)}\nB - A: {(won - lost) / len(pairs):+.3f} "
+        f"A: {result_line(a)}\nB: {result_line(b)}\nB - A: {(won - lost) / len(pairs):+.3f} "
         f"({won} won, {lost} lost, exact McNemar p = {mcnemar(won, lost):.2g})"
     )
 
 
-# The columns of docs/runs.csv, in which a row is an update of a run, and what they are called in its log.
-LOGGED = {
-    "step": "global_step",
-    "success": "charts/success_rate",
-    "invalid": "charts/invalid_action_rate",
-    "kl_base": "losses/kl_base",
-    "eval_success": "eval/success_rate",
-    "eval_invalid": "eval/invalid_action_rate",
-}
-# episodes: that ended in the update. The last two: before training, with the likeliest tokens, and with the
-# likeliest action (extras/likeliest.py); runs.sh measures them.
-COLUMNS = ["world", "method", "seed", "episodes", *LOGGED, "eval_greedy", "eval_likeliest"]
+@dataclass
+class Curve:
+    """What a plot shows of a run."""
+
+    world: str
+    method: str
+    steps: np.ndarray  # (updates + 1,) environment steps, from 0 on
+    rates: np.ndarray  # (updates + 1,) success of the last 100 episodes
+
+
+def make_curve(world, method, steps, before, rates) -> Curve:
+    """A run's curve; UserError if there is none yet.
+
+    steps   of the updates, 0 first
+    before  success on fixed seeds before training, None if that was not measured
+    rates   of the updates; None until every environment has ended an episode. Until then `before` counts, or
+            else the first rate.
+    """
+    known = [rate for rate in rates if rate is not None]
+    if not known and (rates or before is None):
+        raise UserError(f"{world}, {method}: there is no success rate yet")
+    start = known[0] if before is None else before
+    filled = [start] + [start if rate is None else rate for rate in rates]
+    return Curve(world, method, np.array(steps), np.array(filled))
 
 
 def world_name(env) -> str:
-    """Of an --env, for a table or a plot.
+    """Of an --env, for a plot.
 
     >>> world_name("my_world:Doors-v0")
     'Doors'
@@ -441,236 +428,46 @@ def world_name(env) -> str:
     return env.rpartition(":")[2].removesuffix("-v0")
 
 
-def rows_of_run(folder) -> list[dict]:
-    """A run's log, as rows of such a table. The method is the folder's name without world and seed."""
-    log, args = load_log(folder)
-    world = world_name(args["env"])
-    default = re.sub(r"[^\w.-]+", "-", args["env"])  # in the name that a run has if none is given
-    name = Path(folder).name.removeprefix(f"{default}-").removeprefix(f"{world}-")
-    method = re.sub(rf"-{args['seed']}(-\d+)?$", "", name)  # a taken name has got -2, -3 ...
-    run = {"world": world, "method": method, "seed": args["seed"]}
-    rows = []
-    for row in log:
-        values = [row.get(key) for key in LOGGED.values()]
-        values = [round(x, 5) if isinstance(x, float) else x for x in values]
-        rows.append(run | {"episodes": len(row.get("episodes", []))} | dict(zip(LOGGED, values, strict=True)))
-    return rows
+def method_name(folder, args) -> str:
+    """The name of a run's folder without world and seed.
 
-
-def is_finished(folder) -> bool:
-    """Whether the run has come to its end, at which it saves its adapter."""
-    return Path(folder, "adapter").exists()
-
-
-def load_table(path, names) -> list[list[dict]]:
-    """The rows of each run that is of one of the names, "world/method", in this order."""
-    runs = {}
-    with open(path, newline="") as file:
-        for row in csv.DictReader(file):
-            name = f"{row['world']}/{row['method']}"
-            if name in names:
-                numbers = {column: float(x) if x else None for column, x in list(row.items())[2:]}
-                key = names.index(name), int(row["seed"])
-                runs.setdefault(key, []).append(row | numbers)
-    if len({number for number, _ in runs}) < len(names) or not names:
-        raise UserError(f"{path}: after it, the worlds and methods that it has, like OneRoom/VL-DAC")
-    return [runs[key] for key in sorted(runs)]
-
-
-@dataclass
-class Curve:
-    """What a table or a plot shows of a run."""
-
-    world: str
-    method: str
-    seed: int
-    steps: np.ndarray  # (updates + 1,) from 0 on
-    rates: np.ndarray  # (updates + 1,) success of the last 100 episodes; *before* until there is a first one
-    episodes: int | None  # that have ended
-    before: float | None  # success on the fixed seeds
-    greedy: float | None  # the same with the likeliest tokens
-    likeliest: float | None  # and with the likeliest action
-    after: float | None
-    parsed: float  # of the responses at the end
-    kl_base: float | None  # of the last update that has one (in LOOP, not all have)
-
-    def mean(self) -> float | None:
-        """Success averaged over the run, from step 0 to its end; None if there was no update.
-
-        >>> steps, rates = np.array([0, 10, 30]), np.array([0.2, 0.2, 0.6])
-        >>> run = Curve("OneRoom", "VL-DAC", 0, steps, rates, 3, 0.2, None, None, 0.6, 1.0, 0.1)
-        >>> run.mean()  # (10 * 0.2 + 20 * 0.4) / 30
-        0.3333333333333333
-        """
-        if len(self.steps) == 1:
-            return None
-        return np.trapezoid(self.rates, self.steps).item() / self.steps[-1].item()
-
-
-def curve_of(rows) -> Curve:
-    """A run's curve, from its rows; UserError if there is none yet."""
-    first, *later = rows
-    known = [row["success"] for row in later if row["success"] is not None]
-    before = first["eval_success"]
-    if not known and (later or before is None):
-        raise UserError(f"{first['world']}, {first['method']}, {first['seed']}: there is no success rate yet")
-    start = known[0] if before is None else before
-    evaluations = [row for row in later if row["eval_success"] is not None]
-    after = evaluations[-1]["eval_success"] if evaluations else None
-    last = evaluations[-1] if evaluations else rows[-1]
-    divergences = [row["kl_base"] for row in later if row["kl_base"] is not None]
-    unparsed = last["invalid"] if last["eval_invalid"] is None else last["eval_invalid"]
-    return Curve(
-        world=first["world"],
-        method=first["method"],
-        seed=int(first["seed"]),
-        steps=np.array([int(row["step"]) for row in rows]),
-        rates=np.array([start] + [start if row["success"] is None else row["success"] for row in later]),
-        episodes=None if first["episodes"] is None else int(sum(row["episodes"] for row in rows)),
-        before=before,
-        greedy=first.get("eval_greedy"),
-        likeliest=first.get("eval_likeliest"),
-        after=after,
-        parsed=1 - unparsed,
-        kl_base=divergences[-1] if divergences else None,
-    )
-
-
-def load_curves(words) -> list[Curve]:
-    """The curves of runs' folders, or those of a table that are named after it."""
-    if words[0].endswith(".csv"):
-        return [curve_of(rows) for rows in load_table(words[0], words[1:])]
-    return [curve_of(rows_of_run(folder)) for folder in words]
-
-
-def markdown(lines) -> str:
-    """A table. Rates have three digits, and None is a dash.
-
-    >>> print(markdown([["run", "steps", "rate"], ["A", 1024, 0.5], ["B", None, None]]))
-    | run | steps | rate |
-    | --- | --- | --- |
-    | A | 1,024 | 0.500 |
-    | B | - | - |
+    >>> method_name("runs/OneRoom-tiny-0", {"env": "OneRoom", "seed": 0})
+    'tiny'
     """
-    rows = []
-    for line in lines:
-        cells = []
-        for x in line:
-            if isinstance(x, float):
-                x = f"{x:.3f}"
-            elif isinstance(x, int):
-                x = f"{x:,}"
-            cells.append(x or "-")
-        rows.append(f"| {' | '.join(cells)} |")
-    rule = "| --- " * len(lines[0]) + "|"
-    return "\n".join([rows[0], rule, *rows[1:]])
+    default = re.sub(r"[^\w.-]+", "-", args["env"])  # in the name that a run has if none is given
+    name = Path(folder).name.removeprefix(f"{default}-").removeprefix(f"{world_name(args['env'])}-")
+    return re.sub(rf"-{args['seed']}(-\d+)?$", "", name)  # a taken name has got -2, -3 ...
 
 
-def table(words) -> str:
-    """A row for every run."""
-    lines = [["world", "method", "seed", "before", "after", "last 100", "mean", "steps to 0.8", "parsed"]]
-    for curve in load_curves(words):
-        solved = curve.steps[curve.rates >= 0.8].tolist()
-        ends = [curve.before, curve.after, curve.rates[-1].item(), curve.mean()]
-        steps = solved[0] if solved else None
-        lines.append([curve.world, curve.method, str(curve.seed), *ends, steps, curve.parsed])
-    return markdown(lines)
+def load_curve(folder) -> Curve:
+    """The curve of a run, from its log."""
+    log, args = load_log(folder)
+    steps = [row["global_step"] for row in log]
+    before = log[0].get("eval/success_rate")
+    rates = [row.get("charts/success_rate") for row in log[1:]]
+    return make_curve(world_name(args["env"]), method_name(folder, args), steps, before, rates)
 
 
-def groups_of(curves) -> dict[tuple[str, str], list[Curve]]:
-    """The runs of each (world, method), in the order of the first of them."""
+def group(curves) -> dict[tuple[str, str], list[Curve]]:
+    """The curves of each (world, method), in the order of the first of them."""
     groups = {}
     for curve in curves:
         groups.setdefault((curve.world, curve.method), []).append(curve)
     return groups
 
 
-def mean_of(values) -> float | None:
-    """None where a run has not measured it."""
-    return None if None in values else np.mean(values).item()
+def plot(curves, results, out, colors=None):
+    """Learning curves: a panel per world; seeds as thin lines, their mean as a thick one, results dashed.
 
-
-def spread(values) -> str | None:
-    """The mean, and from what to what; None where a run has not measured it.
-
-    >>> spread([0.5, 1.0])
-    '0.750 (0.500 to 1.000)'
+    colors  of methods and players; others get the next ones of matplotlib's cycle
     """
-    return None if None in values else f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-
-
-def methods(words) -> str:
-    """A row for every method: means over its runs.
-
-    before, after      success on the fixed seeds
-    greedy, likeliest  the same before training, with the likeliest tokens, and with the likeliest action
-    over the run       success averaged over the run
-    parsed, kl_base    at the end
-    p                  exact rank-sum test of these averages against those of the world's first method
-    A column that would be empty is left out, and so are the folders of runs that are not finished.
-    """
-    unfinished = []
-    if not words[0].endswith(".csv"):
-        unfinished = [folder for folder in words if not is_finished(folder)]
-        words = [folder for folder in words if folder not in unfinished]
-    if not words:
-        raise UserError("no run is finished yet")
-    rows, first = [], {}
-    for (world, method), group in groups_of(load_curves(words)).items():
-        averages = [curve.mean() for curve in group]
-        p = None
-        if None not in averages:  # as those of taught models are, which have no updates
-            if world in first:
-                p = f"{rank_sum(averages, first[world]):.2g}"
-            first.setdefault(world, averages)
-        episodes = mean_of([curve.episodes for curve in group])
-        row = {
-            "world": world,
-            "method": method,
-            "runs": len(group),
-            "updates": round(mean_of([len(curve.steps) - 1 for curve in group])),
-            "episodes": None if episodes is None else round(episodes),
-            "before": mean_of([curve.before for curve in group]),
-            "greedy": mean_of([curve.greedy for curve in group]),
-            "likeliest": mean_of([curve.likeliest for curve in group]),
-            "over the run": spread(averages),
-            "after": spread([curve.after for curve in group]),
-            "parsed": mean_of([curve.parsed for curve in group]),
-            "kl_base": mean_of([curve.kl_base for curve in group]),
-            "p": p,
-        }
-        rows.append(row)
-    columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
-    lines = [columns] + [[row[name] for name in columns] for row in rows]
-    left_out = f"\nnot finished, so left out: {', '.join(unfinished)}" if unfinished else ""
-    return markdown(lines) + left_out
-
-
-# So that a method has one colour in every panel and figure. Others get C7, C8, C9 (the last two are greys).
-COLORS = {
-    "VL-DAC": "C0",
-    "RL4VLM-0.5": "C1",
-    "LOOP": "C2",
-    "response-ratio": "C3",
-    "RL4VLM-0.2": "C4",
-    "RL4VLM-0.35": "C5",
-    "RL4VLM-1": "C6",
-    "random actions": "0.5",
-    "scripted player": "0",
-}
-
-
-def plot(words, out):
-    """Learning curves: a panel per world; seeds as thin lines, their mean as a thick one, results dashed."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise UserError(f"{error}: pip install matplotlib") from None
-    results = [load_result(word) for word in words if word.endswith(".json")]
     if any(result["summary"]["success_rate"] is None for result in results):
         raise UserError("a result without success flags has no rate to plot")
-    runs = [word for word in words if not word.endswith(".json")]
-    groups = groups_of(load_curves(runs) if runs else [])
+    groups = group(curves)
     worlds = [world for world, _ in groups] + [world_name(result["task"]["env"]) for result in results]
     worlds = list(dict.fromkeys(worlds))  # each once
     columns = min(2, len(worlds))
@@ -682,15 +479,16 @@ def plot(words, out):
         axes[world].set(xlabel="environment steps", ylabel="success", ylim=(-0.02, 1.02))
         axes[world].xaxis.set_major_formatter("{x:,.0f}")
         axes[world].grid(alpha=0.3)
-    lines, colors = {}, dict(COLORS)
-    for (world, method), group in groups.items():
+    colors = {"random actions": "0.5", "scripted player": "0"} | (colors or {})
+    lines = {}
+    for (world, method), runs in groups.items():
         color = colors.setdefault(method, f"C{len(colors) - 2}")
-        steps = np.unique(np.concatenate([curve.steps for curve in group]))
-        steps = steps[steps <= min(curve.steps[-1] for curve in group)]  # those that all runs have reached
-        rates = np.array([np.interp(steps, curve.steps, curve.rates) for curve in group])  # (runs, steps)
+        steps = np.unique(np.concatenate([run.steps for run in runs]))
+        steps = steps[steps <= min(run.steps[-1] for run in runs)]  # those that all runs have reached
+        rates = np.array([np.interp(steps, run.steps, run.rates) for run in runs])  # (runs, steps)
         (lines[method],) = axes[world].plot(steps, rates.mean(0), color=color, label=method)
-        for curve in group:
-            axes[world].plot(curve.steps, curve.rates, color=color, alpha=0.4, linewidth=0.8)
+        for run in runs:
+            axes[world].plot(run.steps, run.rates, color=color, alpha=0.4, linewidth=0.8)
     for result in results:
         player = result["player"]
         name = {"random": "random actions", "hint": "scripted player"}.get(player, player)
@@ -698,33 +496,33 @@ def plot(words, out):
         rate = result["summary"]["success_rate"]
         axis = axes[world_name(result["task"]["env"])]
         lines[name] = axis.axhline(rate, linestyle="--", color=color, label=name)
-    title = "thin: a seed, thick: the mean" if any(len(group) > 1 for group in groups.values()) else None
+    title = "thin: a seed, thick: the mean" if any(len(runs) > 1 for runs in groups.values()) else None
     small = {"fontsize": 8, "title_fontsize": 8, "frameon": False}
     figure.legend(handles=lines.values(), loc="outside lower center", ncols=2, title=title, **small)
     figure.savefig(out, dpi=200)
     print(out)
 
 
+def plot_files(paths, out):
+    """The plot of runs' folders and of results."""
+    results = [load_result(path) for path in paths if path.endswith(".json")]
+    curves = [load_curve(path) for path in paths if not path.endswith(".json")]
+    plot(curves, results, out)
+
+
 # --------------------------------------------------------------------------------------------- the program
 
 
-# No update is made, so these pass every check of what an update needs.
-NO_UPDATE = {"num_steps": 2, "minibatch_size": 1, "total_timesteps": 10**9}
-
-
-def options_of_run(command, folder, words):
+def options_of_run(command, folder, argv):
     """The options of an evaluation of a run, and its folder if its checkpoint has the weights, else None.
 
-    What the command line says wins over the options of the run.
+    What is typed wins over the options of the run.
     """
-    try:
-        saved = vldac.load_args(folder, Args)
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{folder} is not the folder of a run: {error}") from None
-    saved = dataclasses.replace(saved, split="eval", track=False, **NO_UPDATE)
+    saved = dataclasses.replace(vldac.load_args(folder, Args), split="eval")
     if command == "page":
         saved.episodes = saved.eval_episodes or 20
-    args = vldac.parse_args(words, Args, saved)
+    args = vldac.parse_args(argv, Args, program="eval", defaults=vars(saved))
+    vldac.check_args(args, update=False)
     if command == "start" or (command == "run" and args.adapter != saved.adapter):
         return args, None
     if args.adapter != saved.adapter:
@@ -734,19 +532,17 @@ def options_of_run(command, folder, words):
     return args, folder
 
 
-def options_of_model(command, words):
-    """The options of an evaluation without a run: the command line's, else those of vldac.py."""
-    words = [*(f"--{name}={x}" for name, x in NO_UPDATE.items()), "--split=eval", *words]
-    if command != "model":
-        words = ["--model=tiny", *words]  # it is not loaded
-    args = vldac.parse_args(words, Args)
+def options_of_model(command, argv):
+    """The options of an evaluation without a run: what is typed, else those of vldac.py."""
+    args = vldac.parse_args(argv, Args, program="eval")
+    vldac.check_args(args, update=False)
     if command == "model" and args.model == "tiny":
         raise UserError("a toy belongs to a run: eval.py start runs/NAME, or give a --model")
     return args
 
 
 def report(result, args, folder, content=None):
-    """Write a result, or a page about it, and say it in a line."""
+    """Write a result, or a page about it, and print it in a line."""
     player = args.model if result["player"] == "model" else result["player"]
     adapter = args.adapter if result["weights"] == args.adapter else None  # else they are of a checkpoint
     split = args.split if args.split != "eval" else None
@@ -757,42 +553,34 @@ def report(result, args, folder, content=None):
     out = Path(args.out or out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(content or json.dumps(result) + "\n", encoding="utf-8")
-    print(f"{describe(result)}, invalid {result['summary']['invalid_action_rate']:.3f} -> {out}")
+    print(f"{result_line(result)}, invalid {result['summary']['invalid_action_rate']:.3f} -> {out}")
 
 
 def main(argv=None):
-    words = sys.argv[1:] if argv is None else argv
     try:
-        match words:
+        match sys.argv[1:] if argv is None else argv:
             case ["run" | "start" as command, folder, *options]:
                 args, checkpoint = options_of_run(command, Path(folder), options)
-                report(evaluate(command, args, checkpoint), args, Path(folder, "eval"))
+                report(make_result(command, args, checkpoint), args, Path(folder, "eval"))
             case ["model" | "random" | "hint" as command, *options]:
                 args = options_of_model(command, options)
-                report(evaluate(command, args), args, Path("results"))
+                report(make_result(command, args), args, Path("results"))
             case ["page", folder, *options]:
                 args, checkpoint = options_of_run("page", Path(folder), options)
                 recordings = {}
-                result = evaluate("run", args, checkpoint, recordings)
+                result = make_result("run", args, checkpoint, recordings)
                 report(result, args, Path(folder), page(Path(folder), result, recordings))
             case ["compare", a, b]:
                 print(compare(a, b))
-            case ["table", *paths] if paths:
-                print(table(paths))
-            case ["methods", *paths] if paths:
-                print(methods(paths))
             case ["plot", *paths, "--out", out] if paths:
-                plot(paths, out)
+                plot_files(paths, out)
             case ["plot", *paths] if paths:
-                plot(paths, "curves.png")
-            case ["rows", *folders] if folders:
-                for folder in folders:
-                    csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n").writerows(rows_of_run(folder))
+                plot_files(paths, "curves.png")
             case _:
                 print(__doc__)
                 raise SystemExit(2)
     except UserError as error:
-        vldac.refuse(error)
+        vldac.exit_with(error)
 
 
 if __name__ == "__main__":

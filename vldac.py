@@ -83,8 +83,10 @@ class Args:
     """Every option and its default. The source of each is in docs/guide.md.
 
     The rule: the paper's Table 6 where it speaks, else the effective value of the released code, unless that
-    is a bug. The program also applies the defaults of some worlds and of the toy model (WORLDS and TOY,
-    further down). `Args(...)` in a notebook does not: give it a model.
+    is a bug. The program also applies the PRESETS of the toy model and of some worlds; `Args(...)` in a
+    notebook does not: give it a model.
+
+    On a command line: --env NumberLine --num_envs 8 --stop_grad false --value_hidden 64 64
     """
 
     env: str = "OneRoom"  # a world of envs.py, a Gymnasium id, or module:id (of your own, say)
@@ -126,12 +128,12 @@ class Args:
     value_hidden: list[int] = field(default_factory=lambda: [3072, 2048])  # widths in the value head
     gradient_checkpointing: bool = False  # slower, but saves most of the memory for activations
     # the run
-    eval_episodes: int = 50  # on fixed seeds, before and after training, the best adapter to best/; 0: none
+    eval_episodes: int = 50  # on fixed seeds, before and after training; 0: none. The best trained one: best/
     eval_every: int = 0  # updates between further such evaluations
     run_name: str | None = None
     runs_dir: str = "runs"
     resume: str | None = None  # the folder of a run to continue
-    track: bool = False  # send the numbers to Weights & Biases too
+    track: bool = False  # send the scalars of the log to Weights & Biases too
 
     def __post_init__(self):
         if self.env.startswith("vldac/"):  # the full Gymnasium id of a world of envs.py
@@ -326,9 +328,9 @@ def kl_old(newlogprobs, logprobs, mask):
 # --------------------------------------------------------------------------------------------- the policy
 
 
-def pad(rows, filler=0, side="right") -> torch.Tensor:
+def pad(tensors, filler=0, side="right") -> torch.Tensor:
     """B tensors (R_b,) as one (B, R); the shorter ones are filled up at that side."""
-    return pad_sequence(rows, batch_first=True, padding_value=filler, padding_side=side)
+    return pad_sequence(tensors, batch_first=True, padding_value=filler, padding_side=side)
 
 
 # What a processor returns for every token of a prompt; all else is of its images.
@@ -435,7 +437,7 @@ class VLMPolicy(nn.Module):
         stops = torch.isin(tokens, self.stop_ids).long()
         stops_before = stops.cumsum(1) - stops  # (B, R), strictly before this column
         lengths = (stops_before == 0).sum(1)  # (B,)
-        return [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+        return [response[:length] for response, length in zip(tokens, lengths, strict=True)]
 
     def decode(self, responses) -> list[str]:
         """The texts of responses, each a tensor (R_b,), without their stop ids."""
@@ -481,9 +483,9 @@ class VLMPolicy(nn.Module):
 # -------------------------------------------------------------------------------------------- the rollout
 
 
-def training_seed(*numbers) -> int:
+def training_seed(*entropy) -> int:
     """A seed for training, in [2^30, 2^31); evaluation uses 0, 1, 2, ..."""
-    return 2**30 + int(np.random.SeedSequence(numbers).generate_state(1)[0]) % 2**30
+    return 2**30 + int(np.random.SeedSequence(entropy).generate_state(1)[0]) % 2**30
 
 
 class Player:
@@ -596,7 +598,7 @@ def make_minibatches(steps, args: Args) -> list:
     A minibatch is for one optimizer step. A micro-batch is for one forward pass, both when it is scored and
     when it is trained.
     """
-    # Deviation 11: drawn once, before scoring; the released code draws anew for each epoch. How a row is
+    # Deviation 11: drawn once, before scoring; the released code draws anew for each epoch. How a step is
     # rounded depends on the batch around it. In the same batch the ratios of the first minibatch are 1 to the
     # bit, in bfloat16 too: on CPUs and on an H200.
 
@@ -605,9 +607,9 @@ def make_minibatches(steps, args: Args) -> list:
 
     num_minibatches = math.ceil(len(steps) * WORLD_SIZE / args.minibatch_size)
     minibatches = []
-    for rows in torch.randperm(len(steps)).chunk(num_minibatches):
+    for indices in torch.randperm(len(steps)).chunk(num_minibatches):
         # Similar lengths save padding. The longest, which need the most memory, come first.
-        minibatch = sorted([steps[row] for row in rows.tolist()], key=length, reverse=True)
+        minibatch = sorted([steps[i] for i in indices.tolist()], key=length, reverse=True)
         starts = range(0, len(minibatch), args.micro_batch_size)
         minibatches.append([minibatch[start : start + args.micro_batch_size] for start in starts])
     return minibatches
@@ -622,14 +624,14 @@ def score(policy, minibatches):
     policy.eval()
     for micro in itertools.chain(*minibatches):
         logprobs, _, values = policy([step.prompt for step in micro], [step.tokens for step in micro])
-        for step, row, value in zip(micro, logprobs, values.tolist(), strict=True):
-            step.logprobs = row[: len(step.tokens)]
+        for step, padded, value in zip(micro, logprobs, values.tolist(), strict=True):
+            step.logprobs = padded[: len(step.tokens)]
             step.value = value
     with policy.peft_model.disable_adapter():  # which walks through the whole model, so only once
         for micro in itertools.chain(*minibatches):
             baselogprobs, _, _ = policy([step.prompt for step in micro], [step.tokens for step in micro])
-            for step, row in zip(micro, baselogprobs, strict=True):
-                step.baselogprobs = row[: len(step.tokens)]
+            for step, padded in zip(micro, baselogprobs, strict=True):
+                step.baselogprobs = padded[: len(step.tokens)]
 
 
 def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
@@ -714,7 +716,7 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict
             # response whose log-probability is NaN, and checks no gradient.
             norm_lora = nn.utils.clip_grad_norm_(lora, args.max_grad_norm, error_if_nonfinite=True)
             norm_value = nn.utils.clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
-            log.norms.append([norm_lora.item(), norm_value.item()])
+            log.end_minibatch(norm_lora, norm_value)
             optimizer.step()
     return log.means()
 
@@ -777,8 +779,8 @@ def train(args: Args, folder: Path):
         row = {"update": u, "global_step": u * rollout_steps, "episodes": gather(episodes)}
         recent = (recent + row["episodes"])[-100:]
         # The first episodes to end are short, mostly successes: no means until every player has ended one.
-        fair = all(gather([player.episode > 1 for player in players]))
-        row |= charts(policy, steps, stats, times, recent if fair else [])
+        all_have_ended = all(gather([player.episode > 1 for player in players]))
+        row |= charts(policy, steps, stats, times, recent if all_have_ended else [])
         row["charts/learning_rate"] = rate
         if u == num_updates or (args.eval_every and u % args.eval_every == 0):
             evaluation, best = evaluate_and_keep_best(policy, eval_players, folder, best)
@@ -792,9 +794,21 @@ def train(args: Args, folder: Path):
 # ------------------------------------------------- loading a model, and what differs between their families
 
 
+def processor_class(path):
+    """The class of a model's processor. UserError if there is no such model, or if it takes no images."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())  # the hub's has several lines
+        raise envs.UserError(f"--model {path}: {reason}") from None
+    if type(config) not in PROCESSOR_MAPPING:
+        raise envs.UserError(f"--model {path}: it takes no images")
+    return PROCESSOR_MAPPING[type(config)]
+
+
 def load_processor(path, max_image_tokens):
     """A model's processor: chat template, tokenizer, images (as large as max_image_tokens allows)."""
-    cls = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path))]
+    cls = processor_class(path)
 
     class ImagesAndText(cls):
         """AutoProcessor would load video processors too, which need torchvision. Here they may be None."""
@@ -911,16 +925,16 @@ def special_ids(vlm, tokenizer) -> tuple[list[int], list[int]]:
 
 
 def check_frames(policy):
-    """UserError unless a frame is one run of placeholders, equally long alone and beside another."""
+    """UserError unless a frame is as many placeholders in a row, alone and beside another."""
     blank = np.zeros((480, 640, 3), np.uint8)
-    runs = []
+    lengths = []
     for count in (1, 2):
         prompt = policy.encode("", [blank] * count)
-        ids, lengths = torch.unique_consecutive(prompt["input_ids"], return_counts=True)
-        runs += lengths[torch.isin(ids, torch.tensor(policy.banned_ids))].tolist()
-    if len(runs) != 3 or len(set(runs)) != 1:
-        words = f"one frame and two frames are runs of {runs} placeholders, and not three equal ones"
-        raise envs.UserError(f"{policy.args.model} is not supported: {words}")
+        ids, repeats = torch.unique_consecutive(prompt["input_ids"], return_counts=True)
+        lengths += repeats[torch.isin(ids, torch.tensor(policy.banned_ids))].tolist()
+    if len(lengths) != 3 or len(set(lengths)) != 1:
+        message = f"one frame and two frames are {lengths} placeholders in a row, and not three equal ones"
+        raise envs.UserError(f"{policy.args.model} is not supported: {message}")
 
 
 # ------------------------------------------------------------------------------ decoding by a CUDA graph
@@ -932,7 +946,7 @@ class Generation:
     The pass has thousands of small kernels, and to launch them one by one takes several times as long as they
     run. A graph is launched as a whole. But it repeats what was recorded, in the same memory and without
     Python: so inputs are copied to where they were, the cache of keys and values has a fixed size, and a
-    batch with fewer prompts is filled up with other rows.
+    batch with fewer prompts is filled up.
     """
 
     def __init__(self, vlm, recorded):
@@ -943,7 +957,7 @@ class Generation:
 
     def forget(self):
         """Drop the cache and the graph, so that the next batch sets their size."""
-        self.rows = self.length = 0
+        self.batch_size = self.length = 0
         self.cache = self.graph = self.inputs = self.output = None
 
     def __call__(self, **inputs):
@@ -952,23 +966,24 @@ class Generation:
             return self.vlm.generate(**inputs)
         B, P = inputs["input_ids"].shape
         length = P + self.vlm.generation_config.max_new_tokens
-        if B > self.rows or length > self.length:
+        if B > self.batch_size or length > self.length:
             self.enlarge(B, length)
         self.cache.reset()
-        # The rows that fill up are prompts of one token, and stop after the first token of their response.
+        # What fills up is prompts of one token, whose responses stop after their first.
         for key in PER_TOKEN & inputs.keys():
-            inputs[key] = nn.functional.pad(inputs[key], (0, 0, 0, self.rows - B))  # (rows, P)
+            inputs[key] = nn.functional.pad(inputs[key], (0, 0, 0, self.batch_size - B))
         inputs["input_ids"][B:] = inputs["input_ids"][0, -1]  # no placeholder of an image
         inputs["attention_mask"][B:, -1] = 1
-        fills_up = torch.arange(self.rows, device=self.vlm.device) >= B
+        fills_up = torch.arange(self.batch_size, device=self.vlm.device) >= B
         stop = [lambda *_: fills_up]
         return self.vlm.generate(**inputs, past_key_values=self.cache, stopping_criteria=stop)[:B]
 
-    def enlarge(self, rows, length):
-        """Make a cache for so many rows and tokens, and for as many as the old one at least."""
-        rows, length = max(rows, self.rows), max(length, self.length)
+    def enlarge(self, batch_size, length):
+        """Make a cache for so many responses and tokens, and for as many as the old one at least."""
+        batch_size, length = max(batch_size, self.batch_size), max(length, self.length)
         self.forget()  # first, so that there is never memory for both
-        self.rows, self.length = rows, math.ceil(length / 64) * 64  # so that it seldom grows
+        self.batch_size = batch_size
+        self.length = math.ceil(length / 64) * 64  # so that it seldom grows
         self.cache = StaticCache(self.vlm.config, self.length)
         for i, layer in enumerate(self.cache.layers):
             # Gemma's sliding layers count in Python. The mask hides what is outside of their window, too.
@@ -1012,7 +1027,7 @@ class Generation:
         except RuntimeError as error:
             cause = error.__context__ or error  # the end of a recording that has failed raises, too
             problem = str(cause).partition("\n")[0]
-        say(f"decoding goes on without a CUDA graph: {problem}")
+        print_line(f"decoding goes on without a CUDA graph: {problem}")
         self.recorded = False
         self.forget()
         return expected  # generate() goes on with the cache in it, the copy
@@ -1048,7 +1063,7 @@ def average_gradients(parameters):
             parameter.grad /= WORLD_SIZE
 
 
-def say(text):
+def print_line(text):
     """Print a line above the progress bar, in the first process only."""
     if RANK == 0:
         tqdm.write(text)
@@ -1069,19 +1084,23 @@ def players_at_once(args: Args, episodes) -> int:
     return min(share, N)  # simulators, browsers, and worlds that we do not know
 
 
-def evaluate(policy, players, seeds, act=act) -> list[dict]:
-    """An episode on each seed, played as in training: a dict each, by seed. eval.py has other `act`s too."""
+def evaluate(policy, players, seeds, play=None) -> list[dict]:
+    """An episode on each seed, played as in training: a dict each, by seed.
+
+    play  plays a step of every player, in the place of `act`
+    """
+    play = play or act
     set_seed(players[0].args.seed)
     waiting = list(seeds)[RANK::WORLD_SIZE]  # the processes share the seeds
-    number = len(waiting)
+    total = len(waiting)
     intervals = {"mininterval": BAR_INTERVAL, "miniters": 1}  # else few steps at a time would not be shown
     bar = tqdm(desc="evaluating", unit=" steps", leave=False, disable=RANK > 0, **intervals)
-    playing = players[:number]
+    playing = players[:total]
     for player in playing:
         player.reset(waiting.pop(0))
     episodes = []
     while playing:
-        steps = act(policy, playing)
+        steps = play(policy, playing)
         for player, step in zip(list(playing), steps, strict=True):
             if step.done:
                 episodes.append(player.result())
@@ -1089,7 +1108,7 @@ def evaluate(policy, players, seeds, act=act) -> list[dict]:
                     player.reset(waiting.pop(0))
                 else:
                     playing.remove(player)
-        bar.set_postfix_str(f"{len(episodes)} of {number} episodes have ended", refresh=False)
+        bar.set_postfix_str(f"{len(episodes)} of {total} episodes have ended", refresh=False)
         bar.update(len(steps))
     bar.close()
     return sorted(gather(episodes), key=lambda episode: episode["seed"])
@@ -1112,44 +1131,52 @@ def summary(episodes) -> dict[str, float | None]:
     }
 
 
+def evaluate_for_log(policy, players) -> dict[str, float | None]:
+    """An evaluation, as part of a row of the log; empty if none is asked for."""
+    args = policy.args
+    if args.eval_episodes == 0:
+        return {}
+    policy.generate.forget()  # an evaluation may have larger batches than training, or smaller
+    episodes = evaluate(policy, players, range(args.eval_episodes))
+    policy.generate.forget()
+    return {f"eval/{name}": x for name, x in summary(episodes).items()}
+
+
 def evaluate_and_keep_best(policy, players, folder: Path, best):
-    """An evaluation for the log, if it is asked for; an adapter that is better than all before goes to best/.
+    """The same, after some training; an adapter that is better than all before goes to best/.
 
     best  the highest (success rate, return) so far, None before the first. Returns the row's part, and the
           new best. The best rate is somewhat too high: it is the maximum of several on the same seeds.
     """
-    args = policy.args
-    if args.eval_episodes == 0:
-        return {}, best
-    policy.generate.forget()  # an evaluation may decode more rows than training, or fewer
-    result = summary(evaluate(policy, players, range(args.eval_episodes)))
-    policy.generate.forget()
-    reached = (result["success_rate"] or 0.0, result["episodic_return"])
-    if best is None or reached > best:
-        save_adapter(policy, folder / "best")
-        best = reached
-    return {f"eval/{name}": x for name, x in result.items()}, best
+    row = evaluate_for_log(policy, players)
+    if row:
+        reached = (row["eval/success_rate"] or 0.0, row["eval/episodic_return"])
+        if best is None or reached > best:
+            save_adapter(policy, folder / "best")
+            best = reached
+    return row, best
 
 
 # ---------------------------------------------------------------------------- the log and the checkpoint
 
 
 class UpdateLog:
-    """What the log keeps of an update: means over its micro-batches, by their numbers of steps."""
+    """Means over the micro-batches of an update, weighted by their numbers of steps, for the log."""
 
     def __init__(self, args: Args):
         self.clip_coef = args.clip_coef
-        self.ratio_first = 0.0  # largest |ratio - 1| in the first minibatch
+        self.is_first_minibatch = True
+        self.ratio_first = 0.0  # largest |ratio - 1| in the first minibatch, before any optimizer step
         self.losses, self.sizes = [], []  # of each micro-batch: its losses, and how many steps it has
         self.norms = []  # of each minibatch's gradients: LoRA's, and the value head's
 
     @torch.no_grad()
     def add(self, losses, newlogprobs, logprobs, baselogprobs, mask):
-        """What there is to say of a micro-batch. losses: scalars by name; the others (B, R)."""
+        """Add a micro-batch. losses: scalars by name; the others (B, R)."""
         logratio = newlogprobs - logprobs
         ratio = logratio.exp()
         distance = (ratio - 1).abs()
-        if not self.norms:  # no step has been made yet
+        if self.is_first_minibatch:
             self.ratio_first = max(self.ratio_first, distance.max().item())
         losses = losses | {
             "approx_kl": step_mean((ratio - 1) - logratio, mask),  # D(old || new), as in CleanRL
@@ -1161,16 +1188,21 @@ class UpdateLog:
         self.losses.append({name: loss.item() for name, loss in losses.items()})
         self.sizes.append(len(mask))
 
+    def end_minibatch(self, norm_lora, norm_value):
+        """Add the norms of a minibatch's gradients."""
+        self.norms.append([norm_lora.item(), norm_value.item()])
+        self.is_first_minibatch = False
+
     def means(self) -> dict[str, float]:
-        found = {"ratio_first": max(gather([self.ratio_first]))}
+        means = {"ratio_first": max(gather([self.ratio_first]))}
         for name in self.losses[0]:
-            found[name] = np.average([losses[name] for losses in self.losses], weights=self.sizes).item()
-        found["grad_norm_lora"], found["grad_norm_value"] = np.mean(self.norms, axis=0).tolist()
-        return found
+            means[name] = np.average([losses[name] for losses in self.losses], weights=self.sizes).item()
+        means["grad_norm_lora"], means["grad_norm_value"] = np.mean(self.norms, axis=0).tolist()
+        return means
 
 
 def charts(policy, steps, losses, times, episodes) -> dict:
-    """What the log keeps of an update: its losses, means over its steps, and over `episodes`, if any.
+    """A row of the log, of an update: its losses, means over its steps and over `episodes`, if any.
 
     Of several processes, the means over steps and the losses are the first one's; the episodes, ratio_first,
     advantage_std and the norms of the gradients are those of all.
@@ -1200,7 +1232,7 @@ def charts(policy, steps, losses, times, episodes) -> dict:
     return row
 
 
-COLUMNS = {  # of the line that is printed after an update
+PRINTED = {  # in the line that is printed after an update
     "success": "charts/success_rate",
     "return": "charts/episodic_return",
     "invalid": "charts/invalid_action_rate",
@@ -1209,25 +1241,27 @@ COLUMNS = {  # of the line that is printed after an update
     "expl_var": "losses/explained_variance",
     "steps/s": "charts/env_steps_per_second",
 }
-HEAD = "   steps" + "".join(f"{name:>9}" for name in COLUMNS)
+HEAD = "   steps" + "".join(f"{name:>9}" for name in PRINTED)
 
 
 def write_row(folder: Path, row: dict, args: Args):
-    """A row of log.jsonl, its line on the screen, and its numbers for Weights & Biases if asked."""
+    """Write a row of the log: to log.jsonl, as a line on the screen, and to Weights & Biases if asked."""
     if RANK > 0:
         return
     if row["update"] % 10 == 1:
-        say(HEAD)
+        print_line(HEAD)
     if row["update"] > 0:
-        numbers = [row.get(key) for key in COLUMNS.values()]
-        cells = ["-" if x is None else f"{x:.3f}" for x in numbers]
-        say(f"{row['global_step']:>8}" + "".join(f"{cell:>9}" for cell in cells))
+        cells = []
+        for key in PRINTED.values():
+            x = row.get(key)
+            cells.append("-" if x is None else f"{x:.3f}")
+        print_line(f"{row['global_step']:>8}" + "".join(f"{cell:>9}" for cell in cells))
     evaluation = []
     for key, x in row.items():
         if key.startswith("eval/") and x is not None:
             evaluation.append(f"{key.removeprefix('eval/')} {x:.3g}")
     if evaluation:
-        say(f"{row['global_step']:>8}  on {args.eval_episodes} fixed seeds: {', '.join(evaluation)}")
+        print_line(f"{row['global_step']:>8}  on {args.eval_episodes} fixed seeds: {', '.join(evaluation)}")
     with open(folder / "log.jsonl", "a" if row["update"] > 0 else "w") as file:
         print(json.dumps(row, allow_nan=False), file=file)
     if args.track:
@@ -1235,8 +1269,8 @@ def write_row(folder: Path, row: dict, args: Args):
 
         if wandb.run is None:
             wandb.init(project="vldac", name=folder.name, config=vars(args))
-        numbers = {key: x for key, x in row.items() if key not in ("samples", "episodes")}
-        wandb.log(numbers, step=row["global_step"])
+        scalars = {key: x for key, x in row.items() if key not in ("samples", "episodes")}
+        wandb.log(scalars, step=row["global_step"])
 
 
 def save_adapter(policy, folder: Path):
@@ -1300,161 +1334,151 @@ def show_a_response(policy, player):
     text, frames = player.turn()
     [response] = policy.decode(policy.sample([policy.encode(text, frames)]))
     action = parse_action(response, player.info["actions"])
-    say(f"the first prompt, after its frames:\n{text}")
-    say(f"a response: {response}")
-    say(f"its action: {action}" if action else "it names no admissible action")
+    print_line(f"the first prompt, after its frames:\n{text}")
+    print_line(f"a response: {response}")
+    print_line(f"its action: {action}" if action else "it names no admissible action")
 
 
 def begin_or_resume(folder: Path, policy, optimizer, players, eval_players) -> dict:
     """Begin a run, or go on with one that has a checkpoint. Returns that checkpoint."""
-    say(f"LoRA is on {len(policy.lora_parameters()) // 2} linear layers of the language model")
+    print_line(f"LoRA is on {len(policy.lora_parameters()) // 2} linear layers of the language model")
     if (folder / "checkpoint.pt").exists():
         state = load_checkpoint(folder, policy, optimizer, players)
         if state["update"] % 10 > 0:  # else the next row brings them
-            say(HEAD)
+            print_line(HEAD)
         return state
-    evaluation, best = evaluate_and_keep_best(policy, eval_players, folder, best=None)
-    write_row(folder, {"update": 0, "global_step": 0} | evaluation, policy.args)
-    state = {"update": 0, "best": best, "recent": []}
+    row = {"update": 0, "global_step": 0} | evaluate_for_log(policy, eval_players)
+    write_row(folder, row, policy.args)
+    state = {"update": 0, "best": None, "recent": []}
     save_checkpoint(folder, policy, optimizer, players, **state)
     return state
 
 
 # -------------------------------------------------------------------------------------------- the options
 
-# What worlds change in Args, and what the toy does. The world wins over the toy (but for
-# gradient_checkpointing), and the command line over both.
-CARDS = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0}
-LONG_PROMPTS = {"num_images": 1, "gradient_checkpointing": True}
-WORLDS = {
-    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # TOY has fewer
-    **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARDS),
-    **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPTS),
+# What the toy and some worlds change in Args. A world's win over the toy's, and what is typed over both.
+CARD_GAME = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0}
+LONG_PROMPT = {"num_images": 1, "gradient_checkpointing": True}
+PRESETS = {
+    "tiny": {
+        "total_timesteps": 20_480,
+        "num_images": 1,
+        "max_image_tokens": 16,
+        "max_new_tokens": 40,
+        "micro_batch_size": 64,
+        "learning_rate": 1e-3,
+        "final_learning_rate": 2e-5,
+        "value_hidden": [256, 256],
+    },
+    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # of the toy, too
+    **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARD_GAME),
+    **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPT),
 }
-TOY = {
-    "total_timesteps": 20_480,
-    "num_images": 1,
-    "max_image_tokens": 16,
-    "max_new_tokens": 40,
-    "micro_batch_size": 64,
-    "learning_rate": 1e-3,
-    "final_learning_rate": 2e-5,
-    "value_hidden": [256, 256],
-}
-MAY_BE_ZERO = {"seed", "value_warmup", "eval_episodes", "eval_every"}  # of the options that count something
 # Options that may differ when a run is resumed.
 MAY_CHANGE = {"device", "cuda_graph", "micro_batch_size", "gradient_checkpointing", "track", "resume"}
+# Whole numbers must be above 0, and so must these; but some numbers may be 0.
+ABOVE_ZERO = {"learning_rate", "final_learning_rate", "temperature", "clip_coef", "max_grad_norm"}
+MAY_BE_ZERO = {"seed", "value_warmup", "eval_episodes", "eval_every", "vf_coef", "kl_coef"}
 
 
-def load_args(folder, options=Args, exact=False) -> Args:
-    """The options of a run, from its args.json; `exact`: ValueError if a name is missing or unknown."""
-    saved = json.loads(Path(folder, "args.json").read_text())
-    names = {option.name for option in dataclasses.fields(options)}
-    if exact and saved.keys() != names:
-        raise ValueError(f"it is of another program: only one of the two has {min(saved.keys() ^ names)}")
-    args = options(**{name: x for name, x in saved.items() if name in names})
+def load_args(folder, args_class=Args, program=None) -> Args:
+    """The options of a run, from its args.json; names that `args_class` does not have are ignored.
+
+    program  UserError if the run is not one of this program, with exactly these options
+    """
+    try:
+        saved = json.loads(Path(folder, "args.json").read_text())
+    except (OSError, ValueError) as error:
+        raise envs.UserError(f"{folder} is not the folder of a run: {error}") from None
+    names = {option.name for option in dataclasses.fields(args_class)}
+    saved_by = saved.pop("program", program)
+    if program and saved_by != program:
+        raise envs.UserError(f"{folder} is a run of {saved_by}.py")
+    if program and saved.keys() != names:
+        name = min(saved.keys() ^ names)
+        raise envs.UserError(f"{folder} is a run of other code: only one of the two has --{name}")
+    args = args_class(**{name: x for name, x in saved.items() if name in names})
     if args.model == "tiny":  # a run keeps its toy in its own folder, so that it can be moved
         args.model = str(Path(folder, "base"))
     return args
 
 
-def mistakes(args: Args) -> list[str]:
-    """What a person mistyped, in words, before a model is loaded."""
-    found = []
-    for name, x in vars(args).items():
-        least = 0 if name in MAY_BE_ZERO else 1
-        numbers = x if isinstance(x, list) else [x]
-        if any(type(number) is int and number < least for number in numbers):
-            found.append(f"--{name} must be at least {least}")
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(args, name) <= 1:
-            found.append(f"--{name} must be between 0 and 1")
-    for name in ("vf_coef", "kl_coef"):
-        if not getattr(args, name) >= 0:
-            found.append(f"--{name} must be at least 0")
-    for name in ("learning_rate", "final_learning_rate", "temperature", "clip_coef", "max_grad_norm"):
-        if not getattr(args, name) > 0:
-            found.append(f"--{name} must be above 0")
-    steps = args.num_envs * args.num_steps
-    rollout = f"num_envs * num_steps = {steps}"
-    processes = f"a multiple of the {WORLD_SIZE} processes"
-    device_found = not args.device.startswith("cuda") or torch.cuda.is_available()
-    rules = [  # whether each holds, and what to say if not
-        (steps >= 2, f"{rollout} must be at least 2, or no advantage can be normalised"),
-        (steps <= args.total_timesteps, f"{rollout} must be at most --total_timesteps"),
-        (steps % max(1, args.minibatch_size) == 0, f"{rollout} must be a multiple of --minibatch_size"),
-        (args.num_envs % WORLD_SIZE == 0, f"--num_envs must be {processes}"),
-        (args.minibatch_size % WORLD_SIZE == 0, f"--minibatch_size must be {processes}"),
-        (WORLD_SIZE == 1 or ":" not in args.device, "--device must have no number: each process has its GPU"),
-        (device_found, f"--device {args.device}: PyTorch {torch.__version__} finds no GPU; --device cpu?"),
-        (not args.track or find_spec("wandb"), "--track needs Weights & Biases: pip install wandb"),
-    ]
-    found += [words for holds, words in rules if not holds]
-    if args.model != "tiny":
-        try:
-            if type(AutoConfig.from_pretrained(args.model)) not in PROCESSOR_MAPPING:
-                found.append(f"--model {args.model}: it takes no images")
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())  # the hub's has several lines
-            found.append(f"--model {args.model}: {reason}")
-    return found
-
-
-def make_parser(options) -> HfArgumentParser:
-    """Of command lines. --help has the module's docstring, and the comment beside each option."""
-    about = sys.modules[options.__module__].__doc__
-    formatter = argparse.RawDescriptionHelpFormatter
-    looks = {"description": about, "usage": "%(prog)s [options]", "formatter_class": formatter}
-    parser = HfArgumentParser(options, allow_abbrev=False, **looks)
-    comments = {}
-    for line in (inspect.getsource(Args) + inspect.getsource(options)).splitlines():
-        declaration, _, comment = line.partition("  # ")
-        name, _, _ = declaration.partition(":")
-        comments[name.strip()] = comment
+def make_parser(args_class) -> HfArgumentParser:
+    """A parser of what is typed. --help has the module's docstring, Args as it stands, and the presets."""
+    parts = [sys.modules[args_class.__module__].__doc__]
+    for cls in reversed(args_class.__mro__[:-1]):  # Args, and what an extra adds to it
+        declarations, _, _ = inspect.getsource(cls).partition("\n    def ")
+        parts.append(declarations)
+    parts += [f"{name}: {preset}" for name, preset in PRESETS.items()]
+    layout = {"usage": "%(prog)s [options]", "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = HfArgumentParser(args_class, allow_abbrev=False, description="\n".join(parts), **layout)
     for action in parser._actions:
-        action.help = action.help or f"{comments[action.dest]} (default: %(default)s)"
-        if action.option_strings[0].startswith("--no_"):  # --no_stop_grad, which is --stop_grad false
-            action.help = argparse.SUPPRESS
+        action.default = argparse.SUPPRESS  # the result has only what was typed
+        action.help = argparse.SUPPRESS
     return parser
 
 
-def parse_args(argv=None, options=Args, saved=None) -> Args:
-    """The options: the command line's, else those of a `saved` run, else the world's, the toy's, Args'."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = make_parser(options)
-    # Which run, world and model set the defaults; --help is to show these.
-    given, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
-    if given.resume:
-        try:
-            saved = load_args(given.resume, options, exact=True)
-        except (OSError, ValueError, TypeError) as error:
-            parser.error(f"--resume {given.resume} is not a run of this program: {error}")
-    if saved:
-        parser.set_defaults(**vars(saved))
-    else:
-        start = Args(env=given.env, model=given.model, device=given.device)
-        changes = WORLDS.get(start.env, {})
-        if start.model == "tiny":
-            changes = TOY | changes | {"gradient_checkpointing": False}
-        parser.set_defaults(**changes)
-    if given.adapter:  # it brings its rank
-        config = Path(given.adapter, "adapter_config.json")
+def parse_args(argv=None, args_class=Args, program=None, defaults=None) -> Args:
+    """The options: typed, else those of --resume or the `defaults`, else the world's, the toy's, Args'."""
+    typed = vars(make_parser(args_class).parse_args(argv))
+    fixed = {}  # options that may be typed, but not changed
+    if typed.get("adapter"):  # it brings its rank
+        config = Path(typed["adapter"], "adapter_config.json")
         if not config.exists():
-            parser.error(f"--adapter {given.adapter} is not the folder of an adapter: no {config.name}")
+            raise envs.UserError(f"{config.parent} is not the folder of an adapter: no {config.name}")
         adapter = json.loads(config.read_text())
-        rank, alpha = adapter["r"], adapter["lora_alpha"]
-        parser.set_defaults(lora_rank=rank, lora_alpha=alpha)
-    args = options(**vars(parser.parse_args(argv)))
-    if given.adapter and (args.lora_rank, args.lora_alpha) != (rank, alpha):
-        parser.error(f"--adapter {given.adapter} has rank {rank} and alpha {alpha}")
-    if given.resume:
-        for name in vars(args).keys() - MAY_CHANGE:
-            if getattr(args, name) != getattr(saved, name):
-                parser.error(f"--resume {given.resume}: its --{name} is {getattr(saved, name)}")
-    found = mistakes(args)
-    if found:
-        parser.error("; ".join(found))
+        fixed = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"]}
+    if typed.get("resume"):
+        defaults = vars(load_args(typed["resume"], args_class, program))
+        fixed |= {name: x for name, x in defaults.items() if name not in MAY_CHANGE}
+    if defaults is None:
+        start = args_class(**typed)
+        defaults = PRESETS.get(start.env, {})
+        if start.model == "tiny":
+            defaults = PRESETS["tiny"] | defaults | {"gradient_checkpointing": False}
+    args = args_class(**defaults | fixed | typed)
+    changed = [f"its --{name} is {x}" for name, x in fixed.items() if getattr(args, name) != x]
+    if changed:
+        folder = typed.get("resume") or typed["adapter"]
+        raise envs.UserError(f"{folder} cannot be changed: {', '.join(changed)}")
     return args
+
+
+def check_args(args: Args, update=True):
+    """UserError with all that is wrong in what was typed; update: also with what only an update needs."""
+    device_found = not args.device.startswith("cuda") or torch.cuda.is_available()
+    rules = {  # what to print, and whether all is well
+        "--gamma must be between 0 and 1": 0 <= args.gamma <= 1,
+        "--gae_lambda must be between 0 and 1": 0 <= args.gae_lambda <= 1,
+        "--value_hidden must be above 0": all(width > 0 for width in args.value_hidden),
+        "--device must have no number: each process has its GPU": WORLD_SIZE == 1 or ":" not in args.device,
+        f"--device {args.device}: PyTorch {torch.__version__} finds no GPU; --device cpu?": device_found,
+    }
+    for name, x in vars(args).items():
+        if name in MAY_BE_ZERO:
+            rules[f"--{name} must be at least 0"] = x >= 0
+        elif name in ABOVE_ZERO or type(x) is int:
+            rules[f"--{name} must be above 0"] = x > 0
+    if update:
+        steps = args.num_envs * args.num_steps
+        rollout = f"num_envs * num_steps = {steps}"
+        processes = f"a multiple of the {WORLD_SIZE} processes"
+        rules |= {
+            f"{rollout} must be at least 2, or no advantage can be normalised": steps >= 2,
+            f"{rollout} must be at most --total_timesteps": steps <= args.total_timesteps,
+            f"{rollout} must be a multiple of --minibatch_size": steps % max(1, args.minibatch_size) == 0,
+            f"--num_envs must be {processes}": args.num_envs % WORLD_SIZE == 0,
+            f"--minibatch_size must be {processes}": args.minibatch_size % WORLD_SIZE == 0,
+            "--track needs Weights & Biases: pip install wandb": not args.track or find_spec("wandb"),
+        }
+    problems = [rule for rule, holds in rules.items() if not holds]
+    if update and args.model != "tiny":
+        try:
+            processor_class(args.model)
+        except envs.UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise envs.UserError("; ".join(problems))
 
 
 # -------------------------------------------------------------------------------------------- the program
@@ -1471,23 +1495,20 @@ def toy_folder(args: Args) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def open_run(args: Args) -> Path:
-    """The run's folder with args.json, and with the toy model in base/: a new one, or that of --resume."""
-    if args.resume:
-        return Path(args.resume)
-    program = Path(inspect.getfile(type(args))).stem
+def new_run(args: Args, program) -> Path:
+    """A folder for the run with args.json, and with the toy model in base/."""
     variant = [] if program == "vldac" else [program]
     name = "-".join([args.env, Path(args.model).name, *variant, str(args.seed)])
     name = args.run_name or re.sub(r"[^\w.-]+", "-", name)
     toy = toy_folder(args) if args.model == "tiny" else None
-    for number in itertools.count(1):
+    for number in itertools.count(1):  # a taken name gets -2, -3 ...
         folder = Path(args.runs_dir, f"{name}-{number}" if number > 1 else name)
         try:
             folder.mkdir(parents=True)
             break
-        except FileExistsError:  # a taken name gets -2, -3 ...
+        except FileExistsError:
             continue
-    (folder / "args.tmp").write_text(json.dumps(vars(args), indent=1))
+    (folder / "args.tmp").write_text(json.dumps({"program": program} | vars(args), indent=1))
     if toy:
         shutil.copytree(toy, folder / "base")
         args.model = str(folder / "base")
@@ -1495,42 +1516,46 @@ def open_run(args: Args) -> Path:
     return folder
 
 
-def refuse(error):
+def exit_with(error):
     """End the program with the error as one line."""
-    words = "; ".join([str(error), *getattr(error, "__notes__", [])])
-    print(f"{Path(sys.argv[0]).name}: error: {words}", file=sys.stderr)
+    message = "; ".join([str(error), *getattr(error, "__notes__", [])])
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
     raise SystemExit(2) from None
 
 
-def main(argv=None, options=Args, train=train):
+def main(argv=None, args_class=Args, training=None):
     """The program. Another algorithm has options of its own, and a function (args, folder) that trains."""
+    training = training or train
+    program = Path(inspect.getfile(training)).stem
     folder = None
     python = sys.executable.removeprefix(f"{Path.cwd()}/")
+    look = f"{python} {os.path.relpath(Path(__file__).with_name('eval.py'))} page"
     launcher = "" if WORLD_SIZE == 1 else f"-m torch.distributed.run --nproc_per_node={WORLD_SIZE} "
     resume = f"{python} {launcher}{sys.argv[0]} --resume"
     try:
-        args = parse_args(argv, options)
+        args = parse_args(argv, args_class, program)
+        check_args(args)
         if args.model == "tiny" and args.device == "cpu" and os.path.exists("/dev/nvidia0"):
             reason = f"PyTorch {torch.__version__} does not find it (a build for the CPU, or an old driver?)"
             if torch.cuda.is_available():
                 reason = "--device cpu"
-            say(f"the toy on the CPU, though this machine has an NVIDIA GPU: {reason}")
+            print_line(f"the toy on the CPU, though this machine has an NVIDIA GPU: {reason}")
         envs.check_world(Player(args).env)  # before a model is loaded
-        if RANK == 0:
-            folder = open_run(args)  # it may teach the toy, so it comes before the others are joined
+        if RANK == 0:  # it may teach the toy, so this comes before the other processes are joined
+            folder = Path(args.resume) if args.resume else new_run(args, program)
         if WORLD_SIZE > 1:
             args, folder = join_processes(args, folder)
-        defaults = options(model=args.model, device=args.device, dtype=args.dtype)
+        defaults = args_class(model=args.model, device=args.device, dtype=args.dtype)
         changed = [f"{name} {x}" for name, x in vars(args).items() if x != getattr(defaults, name)]
-        say(f"{folder}: {args.model} on {args.device} in {args.dtype}")
-        say(f"not at their defaults: {', '.join(changed) or 'none'}")
-        say(f"to go on after any stop: {resume} {folder}")
-        train(args, folder)
-        say(f"to look at it: {python} eval.py page {folder}")
+        print_line(f"{folder}: {args.model} on {args.device} in {args.dtype}")
+        print_line(f"not at their defaults: {', '.join(changed) or 'none'}")
+        print_line(f"to go on after any stop: {resume} {folder}")
+        training(args, folder)
+        print_line(f"to look at it: {look} {folder}")
         if WORLD_SIZE > 1:
             dist.destroy_process_group()
     except envs.UserError as error:
-        refuse(error)
+        exit_with(error)
     except KeyboardInterrupt:
         raise SystemExit(f"stopped; to go on: {resume} {folder}" if folder else "stopped") from None
 

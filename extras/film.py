@@ -77,16 +77,16 @@ def animate(before, after, path):
     print(path)
 
 
-def main(folder, *words):
+def main(folder, *argv):
     try:
-        args, checkpoint = evaluation.options_of_run("film", Path(folder), ["--episodes=1", *words])
+        args, checkpoint = evaluation.options_of_run("film", Path(folder), ["--episodes=1", *argv])
         before, after = {}, {}
-        evaluation.evaluate("start", args, None, before)
-        evaluation.evaluate("run", args, checkpoint, after)
+        evaluation.make_result("start", args, None, before)
+        evaluation.make_result("run", args, checkpoint, after)
         for seed in before:
             animate(before[seed], after[seed], Path(folder, f"film-{seed}.gif"))
     except vldac.envs.UserError as error:
-        vldac.refuse(error)
+        vldac.exit_with(error)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ It replaces vldac.policy_loss.
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 from unittest import mock
 
 import torch
@@ -20,13 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vldac  # noqa: E402
 from vldac import policy_loss  # noqa: E402
-
-
-@dataclass
-class Args(vldac.Args):
-    """The options of vldac.py; one more, so that no other program resumes such a run."""
-
-    ratio: Literal["response"] = "response"
 
 
 def response_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
@@ -48,7 +39,7 @@ def train(args, folder):
 
 
 def main(argv=None):
-    vldac.main(argv, Args, train)
+    vldac.main(argv, training=train)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def update(policy, optimizer, minibatches, args, value_only=False):
             vldac.average_gradients([*lora, *value_head])
             norm_lora = clip_grad_norm_(lora, args.max_grad_norm, error_if_nonfinite=True)
             norm_value = clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
-            log.norms.append([norm_lora.item(), norm_value.item()])
+            log.end_minibatch(norm_lora, norm_value)
             optimizer.step()
     return log.means()
 

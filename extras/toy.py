@@ -75,12 +75,12 @@ def play(args, count, seed) -> list[Example]:
     for player in players:
         player.reset(rng.randrange(2**30, 2**31))
     examples = []
-    words = f"collecting examples of {args.env}"
-    with tqdm(desc=words, total=count, mininterval=vldac.BAR_INTERVAL, leave=False) as bar:
+    description = f"collecting examples of {args.env}"
+    with tqdm(desc=description, total=count, mininterval=vldac.BAR_INTERVAL, leave=False) as bar:
         while len(examples) < count:
             for player in players:
-                actions, hint = player.info["actions"], envs.describe(player.env, "hint")
-                caption = envs.describe(player.env, "caption") or FIXED_THOUGHT
+                actions, hint = player.info["actions"], envs.call_optional(player.env, "hint")
+                caption = envs.call_optional(player.env, "caption") or FIXED_THOUGHT
                 examples.append(Example(player.turn(), caption, hint, share, actions, player.task))
                 follows = hint and rng.random() < 0.5
                 action = hint if follows else envs.random_action(actions, player.task, rng)
@@ -94,9 +94,9 @@ def play(args, count, seed) -> list[Example]:
     return examples
 
 
-def talk(words):
+def print_line(text):
     """On the error output: what is printed on the other one is the folder."""
-    print(words, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 def build_tokenizer(prompts, responses):
@@ -169,7 +169,7 @@ def quality(policy, examples) -> tuple[float, float]:
 
 def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
     """Rounds until, on held-out frames, 0.98 of the responses parse and 0.93 of the thoughts are true."""
-    talk(f"teaching a toy model to see and to speak in {args.env}; it is kept for later runs")
+    print_line(f"teaching a toy model to see and to speak in {args.env}; it is kept for later runs")
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     examples = play(args, count, args.seed)
@@ -212,8 +212,8 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
             torch.nn.utils.clip_grad_norm_(policy.vlm.parameters(), 1.0)
             optimizer.step()
         parsed, true = quality(policy, held_out)
-        words = f"{parsed:.3f} of its responses parse, {true:.3f} of its thoughts are true"
-        talk(f"after {(number + 1) * steps} steps, {words} (wanted: 0.98, 0.93)")
+        reached = f"{parsed:.3f} of its responses parse, {true:.3f} of its thoughts are true"
+        print_line(f"after {(number + 1) * steps} steps, {reached} (wanted: 0.98, 0.93)")
         if parsed >= 0.98 and true >= 0.93:
             break
     policy.peft_model.unload().save_pretrained(folder)

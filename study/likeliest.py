@@ -1,6 +1,6 @@
 """What a model would do if it always took its likeliest action.
 
-    python extras/likeliest.py runs/NAME    200 episodes of the model that a run started from
+    python study/likeliest.py runs/NAME    200 episodes of the model that a run started from
 
 Greedy decoding does not show that: it takes the likeliest token, and several actions may begin with one
 token, so that together they beat an action that is likelier than each of them. Here a thought is sampled, and
@@ -26,8 +26,8 @@ def likeliest(policy, prompt, text, actions) -> str | None:
         return None
     responses = []
     for action in actions:
-        words = text[: keys[-1].end()] + json.dumps(action) + "}"
-        tokens = policy.tokenizer(words, return_tensors="pt").input_ids[0].to(policy.stop_ids.device)
+        answer = text[: keys[-1].end()] + json.dumps(action) + "}"
+        tokens = policy.tokenizer(answer, return_tensors="pt").input_ids[0].to(policy.stop_ids.device)
         responses.append(torch.cat([tokens, policy.stop_ids[-1:]]))
     logprobs, _, _ = policy([prompt] * len(actions), responses)
     return actions[logprobs.sum(1).argmax()]

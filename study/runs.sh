@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Every training run behind the pages, one on each core:  bash extras/runs.sh
-# What docs/runs.csv has is skipped, and what was stopped goes on, so it can be started again after any stop.
+# Every training run behind the pages, one on each core:  bash study/runs.sh
+# What study/runs.csv has is skipped, and what was stopped goes on, so it can be started again after any stop.
 #
 # The rules. Those of "Worlds" were written before the first run, when nobody had looked at seeds 40 to 49; the
 # others on 2026-11-25, when the results of "Worlds" were known and before the first of their own runs. The
 # settings were found on VL-DAC with seeds 10 to 19 and older ones, and nothing is tuned for any method any more.
 # Default options but those below, and 200 episodes in each evaluation. Every seed is reported.
 # * Worlds: OneRoom, seeds 40 to 49, VL-DAC, RL4VLM-0.5 and LOOP; five other worlds, seeds 40 to 44, VL-DAC. The
-#   primary figure is success averaged over the run (Curve.mean in eval.py); RL4VLM-0.5 and LOOP are each tested
+#   primary figure is success averaged over the run (Run.mean in report.py); RL4VLM-0.5 and LOOP are each tested
 #   against VL-DAC by the exact rank-sum test; of two tests, a p below 0.025 counts.
 #   (OneRoom/README, seed 0, is the README's own command.)
 # * Does lambda matter, with short thoughts (OneRoom, seeds 40 to 49: RL4VLM with 0.2, 0.35, 0.5, 1; EZPoints, 40
@@ -45,10 +45,10 @@ mkdir -p runs/final
 exec 9> runs/final/running
 flock --nonblock 9 || { echo "another copy of this script is running" >&2; exit 1; }
 
-run() { # WORLD METHOD SEED PROGRAM OPTIONS...: into runs/final/WORLD-METHOD-SEED, its rows into docs/runs.csv
+run() { # WORLD METHOD SEED PROGRAM OPTIONS...: into runs/final/WORLD-METHOD-SEED, its rows into study/runs.csv
   local world=$1 method=$2 seed=$3 program=$4 name=$1-$2-$3 folder=runs/final/$1-$2-$3
   shift 4
-  if grep -q "^$world,$method,$seed," docs/runs.csv; then return; fi
+  if grep -q "^$world,$method,$seed," study/runs.csv; then return; fi
   echo "$(date +%H:%M) $name"
   local options=(--run_name "$name" --runs_dir runs/final --seed "$seed" --eval_episodes 200 --device cpu "$@")
   if [ -e "$folder/args.json" ]; then
@@ -64,7 +64,7 @@ run() { # WORLD METHOD SEED PROGRAM OPTIONS...: into runs/final/WORLD-METHOD-SEE
     for mode in sampled greedy; do
       python eval.py start "$folder" --episodes 200 --mode $mode --out "$folder/$mode.json" >> "$folder.txt" 2>&1
     done
-    python extras/likeliest.py "$folder" > "$folder/likeliest.json" 2>> "$folder.txt"
+    python study/likeliest.py "$folder" > "$folder/likeliest.json" 2>> "$folder.txt"
     python - "$world" "$seed" "$folder" > "$folder.csv" << 'END'
 import json, sys
 world, seed, folder = sys.argv[1:]
@@ -75,17 +75,17 @@ rates += [greedy["success_rate"], likeliest["success_rate"]]
 print(world, "taught", seed, "", 0, "", "", "", *rates, sep=",")
 END
   else
-    python eval.py rows "$folder" > "$folder.csv"
+    python study/report.py rows "$folder" > "$folder.csv"
   fi
   # One run at a time, and the table is replaced in one piece.
-  flock runs/final/merging bash -c 'cat docs/runs.csv "$1" > runs/final/table && mv runs/final/table docs/runs.csv' _ "$folder.csv"
+  flock runs/final/merging bash -c 'cat study/runs.csv "$1" > runs/final/table && mv runs/final/table study/runs.csv' _ "$folder.csv"
 }
 export -f run
 
 runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side, so that no toy is taught twice
   local vldac=vldac.py rl4vlm=extras/rl4vlm.py loop=extras/loop.py response=extras/response_ratio.py
   local few="40 41 42 43 44" all="40 41 42 43 44 45 46 47 48 49"
-  local long="--env extras.long_thoughts:LongOneRoom-v0 --max_new_tokens 100"
+  local long="--env study.worlds:LongOneRoom-v0 --max_new_tokens 100"
   local bare="--env OneRoom --thought_coef 0.35 --stop_grad false"
   each() { # WORLD METHOD SEEDS PROGRAM OPTIONS...
     for seed in $3; do echo "$1 $2 $seed ${*:4}"; done
@@ -93,9 +93,9 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   local one_update="--total_timesteps 512 --eval_episodes 0"
   each OneRoom taught "$all" $vldac --env OneRoom $one_update
   local cards="--gamma 1 --gae_lambda 1" # as NumberLine has by default
-  each NumberLineNoHints VL-DAC "$few" $vldac --env extras.controls:NumberLineNoHints-v0 $cards
-  each OneRoomNoise VL-DAC "$few" $vldac --env extras.controls:OneRoomNoise-v0
-  each OneRoomNoHints VL-DAC "$few" $vldac --env extras.controls:OneRoomNoHints-v0 --total_timesteps 51200
+  each NumberLineNoHints VL-DAC "$few" $vldac --env study.worlds:NumberLineNoHints-v0 $cards
+  each OneRoomNoise VL-DAC "$few" $vldac --env study.worlds:OneRoomNoise-v0
+  each OneRoomNoHints VL-DAC "$few" $vldac --env study.worlds:OneRoomNoHints-v0 --total_timesteps 51200
   for seeds in "40 41" "42 43" "44"; do # so few at a time, as these toys take minutes, and a cache may not last
     each LongOneRoom VL-DAC "$seeds" $vldac $long
     for lambda in 0.5 1 0.2; do each LongOneRoom "RL4VLM-$lambda" "$seeds" $rl4vlm $long --thought_coef $lambda; done

@@ -1,0 +1,280 @@
+"""The study's tables, tests and figures: of study/runs.csv, or of runs of your own.
+
+    python study/report.py table runs/A runs/B         the figures of runs, a row each
+    python study/report.py methods runs/*              those of methods, each tested against the first
+    python study/report.py plot runs/A runs/B r.json   learning curves, results as dashed lines
+    python study/report.py rows runs/A runs/B          their logs as rows of runs.csv, without its header
+
+Each takes the folders of runs, or study/runs.csv followed by what to show of it: OneRoom/VL-DAC OneRoom/LOOP.
+For plot, --out FILE comes last.
+"""
+
+import csv
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import eval as evaluation  # noqa: E402
+import vldac  # noqa: E402
+from envs import UserError  # noqa: E402
+
+# The columns of runs.csv, in which a row is an update of a run, and what they are called in its log.
+LOGGED = {
+    "step": "global_step",
+    "success": "charts/success_rate",
+    "invalid": "charts/invalid_action_rate",
+    "kl_base": "losses/kl_base",
+    "eval_success": "eval/success_rate",
+    "eval_invalid": "eval/invalid_action_rate",
+}
+# episodes: that ended in the update. The last two: before training, with the likeliest tokens, and with the
+# likeliest action (likeliest.py); runs.sh measures them.
+COLUMNS = ["world", "method", "seed", "episodes", *LOGGED, "eval_greedy", "eval_likeliest"]
+
+
+@dataclass
+class Run(evaluation.Curve):
+    """What a table shows of a run."""
+
+    seed: int
+    episodes: int | None  # that have ended
+    before: float | None  # success on the fixed seeds
+    greedy: float | None  # the same with the likeliest tokens
+    likeliest: float | None  # and with the likeliest action
+    after: float | None
+    parsed: float  # of the responses at the end
+    kl_base: float | None  # of the last update that has one (in LOOP, not all have)
+
+    def mean(self) -> float | None:
+        """Success averaged over the run, from step 0 to its end; None if there was no update.
+
+        >>> steps, rates = np.array([0, 10, 30]), np.array([0.2, 0.2, 0.6])
+        >>> run = Run("OneRoom", "VL-DAC", steps, rates, 0, 3, 0.2, None, None, 0.6, 1.0, 0.1)
+        >>> run.mean()  # (10 * 0.2 + 20 * 0.4) / 30
+        0.3333333333333333
+        """
+        if len(self.steps) == 1:
+            return None
+        return np.trapezoid(self.rates, self.steps).item() / self.steps[-1].item()
+
+
+def rows_of_run(folder) -> list[dict]:
+    """A run's log, as rows of such a table."""
+    log, args = evaluation.load_log(folder)
+    run = {"world": evaluation.world_name(args["env"]), "method": evaluation.method_name(folder, args)}
+    run["seed"] = args["seed"]
+    rows = []
+    for row in log:
+        values = [row.get(key) for key in LOGGED.values()]
+        values = [round(x, 5) if isinstance(x, float) else x for x in values]
+        rows.append(run | {"episodes": len(row.get("episodes", []))} | dict(zip(LOGGED, values, strict=True)))
+    return rows
+
+
+def run_of(rows) -> Run:
+    """A run, from its rows; UserError if there is no rate yet."""
+    first, *later = rows
+    steps, before = [int(row["step"]) for row in rows], first["eval_success"]
+    rates = [row["success"] for row in later]
+    curve = evaluation.make_curve(first["world"], first["method"], steps, before, rates)
+    evaluations = [row for row in later if row["eval_success"] is not None]
+    last = evaluations[-1] if evaluations else rows[-1]
+    divergences = [row["kl_base"] for row in later if row["kl_base"] is not None]
+    unparsed = last["invalid"] if last["eval_invalid"] is None else last["eval_invalid"]
+    return Run(
+        **vars(curve),
+        seed=int(first["seed"]),
+        episodes=None if first["episodes"] is None else int(sum(row["episodes"] for row in rows)),
+        before=before,
+        greedy=first.get("eval_greedy"),
+        likeliest=first.get("eval_likeliest"),
+        after=evaluations[-1]["eval_success"] if evaluations else None,
+        parsed=1 - unparsed,
+        kl_base=divergences[-1] if divergences else None,
+    )
+
+
+def load_table(path, names) -> list[list[dict]]:
+    """The rows of each run that is of one of the names, "world/method", in this order."""
+    runs = {}
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            name = f"{row['world']}/{row['method']}"
+            if name in names:
+                values = {column: float(x) if x else None for column, x in list(row.items())[2:]}
+                key = names.index(name), int(row["seed"])
+                runs.setdefault(key, []).append(row | values)
+    if len({number for number, _ in runs}) < len(names) or not names:
+        raise UserError(f"{path}: after it, the worlds and methods that it has, like OneRoom/VL-DAC")
+    return [runs[key] for key in sorted(runs)]
+
+
+def load_runs(paths) -> list[Run]:
+    """The runs of these folders, or those of a table that are named after it."""
+    if paths[0].endswith(".csv"):
+        return [run_of(rows) for rows in load_table(paths[0], paths[1:])]
+    return [run_of(rows_of_run(folder)) for folder in paths]
+
+
+def rank_sum(a, b) -> float:
+    """Exact two-sided p of the hypothesis that two groups come from one distribution (Wilcoxon 1945).
+
+    Under it any choice of len(a) of the values is as likely: p is the share of the choices whose sum of
+    ranks is as far from its mean as that of a, or farther. Equal values share a rank.
+
+    >>> rank_sum([1, 2], [3, 4, 5])  # 1 + 2 is 3 below the mean; of the ten sums 4 + 5 is as far
+    0.2
+    """
+    values = np.array([*a, *b])
+    ranks = (values[:, None] > values).sum(1) * 2 + (values[:, None] == values).sum(1)  # doubled: integers
+    ways = np.zeros((len(a) + 1, ranks.sum() + 1))  # ways[k, s]: to choose k values whose ranks sum to s
+    ways[0, 0] = 1
+    for rank in ranks:
+        ways[1:, rank:] += ways[:-1, :-rank].copy()
+    mean = len(a) * ranks.sum() / len(values)
+    distance = abs(np.arange(ways.shape[1]) - mean)
+    far = distance >= distance[ranks[: len(a)].sum()] - 1e-9
+    return (ways[-1, far].sum() / ways[-1].sum()).item()
+
+
+def markdown(lines) -> str:
+    """A table. Rates have three digits, and None is a dash.
+
+    >>> print(markdown([["run", "steps", "rate"], ["A", 1024, 0.5], ["B", None, None]]))
+    | run | steps | rate |
+    | --- | --- | --- |
+    | A | 1,024 | 0.500 |
+    | B | - | - |
+    """
+    rows = []
+    for line in lines:
+        cells = []
+        for x in line:
+            if isinstance(x, float):
+                x = f"{x:.3f}"
+            elif isinstance(x, int):
+                x = f"{x:,}"
+            cells.append(x or "-")
+        rows.append(f"| {' | '.join(cells)} |")
+    rule = "| --- " * len(lines[0]) + "|"
+    return "\n".join([rows[0], rule, *rows[1:]])
+
+
+def table(paths) -> str:
+    """A row for every run."""
+    lines = [["world", "method", "seed", "before", "after", "last 100", "mean", "steps to 0.8", "parsed"]]
+    for run in load_runs(paths):
+        solved = run.steps[run.rates >= 0.8].tolist()
+        ends = [run.before, run.after, run.rates[-1].item(), run.mean()]
+        steps = solved[0] if solved else None
+        lines.append([run.world, run.method, str(run.seed), *ends, steps, run.parsed])
+    return markdown(lines)
+
+
+def mean_of(values) -> float | None:
+    """None where a run has not measured it."""
+    return None if None in values else np.mean(values).item()
+
+
+def spread(values) -> str | None:
+    """The mean, and from what to what; None where a run has not measured it.
+
+    >>> spread([0.5, 1.0])
+    '0.750 (0.500 to 1.000)'
+    """
+    return None if None in values else f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def methods(paths) -> str:
+    """A row for every method: means over its runs.
+
+    before, after      success on the fixed seeds
+    greedy, likeliest  the same before training, with the likeliest tokens, and with the likeliest action
+    over the run       success averaged over the run
+    parsed, kl_base    at the end
+    p                  exact rank-sum test of these averages against those of the world's first method
+    A column that would be empty is left out, and so are the folders of runs that are not finished.
+    """
+    unfinished = []
+    if not paths[0].endswith(".csv"):  # a run saves its adapter at its end
+        unfinished = [folder for folder in paths if not Path(folder, "adapter").exists()]
+        paths = [folder for folder in paths if folder not in unfinished]
+    if not paths:
+        raise UserError("no run is finished yet")
+    rows, first = [], {}
+    for (world, method), runs in evaluation.group(load_runs(paths)).items():
+        averages = [run.mean() for run in runs]
+        p = None
+        if None not in averages:  # as those of taught models are, which have no updates
+            if world in first:
+                p = f"{rank_sum(averages, first[world]):.2g}"
+            first.setdefault(world, averages)
+        episodes = mean_of([run.episodes for run in runs])
+        row = {
+            "world": world,
+            "method": method,
+            "runs": len(runs),
+            "updates": round(mean_of([len(run.steps) - 1 for run in runs])),
+            "episodes": None if episodes is None else round(episodes),
+            "before": mean_of([run.before for run in runs]),
+            "greedy": mean_of([run.greedy for run in runs]),
+            "likeliest": mean_of([run.likeliest for run in runs]),
+            "over the run": spread(averages),
+            "after": spread([run.after for run in runs]),
+            "parsed": mean_of([run.parsed for run in runs]),
+            "kl_base": mean_of([run.kl_base for run in runs]),
+            "p": p,
+        }
+        rows.append(row)
+    columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+    lines = [columns] + [[row[name] for name in columns] for row in rows]
+    left_out = f"\nnot finished, so left out: {', '.join(unfinished)}" if unfinished else ""
+    return markdown(lines) + left_out
+
+
+# So that a method has one colour in every panel and figure.
+COLORS = {
+    "VL-DAC": "C0",
+    "RL4VLM-0.5": "C1",
+    "LOOP": "C2",
+    "response-ratio": "C3",
+    "RL4VLM-0.2": "C4",
+    "RL4VLM-0.35": "C5",
+    "RL4VLM-1": "C6",
+}
+
+
+def plot(paths, out):
+    """The runs' learning curves, and results."""
+    results = [evaluation.load_result(path) for path in paths if path.endswith(".json")]
+    runs = [path for path in paths if not path.endswith(".json")]
+    evaluation.plot(load_runs(runs) if runs else [], results, out, COLORS)
+
+
+def main(argv=None):
+    try:
+        match sys.argv[1:] if argv is None else argv:
+            case ["table", *paths] if paths:
+                print(table(paths))
+            case ["methods", *paths] if paths:
+                print(methods(paths))
+            case ["plot", *paths, "--out", out] if paths:
+                plot(paths, out)
+            case ["plot", *paths] if paths:
+                plot(paths, "curves.png")
+            case ["rows", *folders] if folders:
+                for folder in folders:
+                    csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n").writerows(rows_of_run(folder))
+            case _:
+                print(__doc__)
+                raise SystemExit(2)
+    except UserError as error:
+        vldac.exit_with(error)
+
+
+if __name__ == "__main__":
+    main()

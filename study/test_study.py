@@ -1,0 +1,148 @@
+"""The tests of the study: its tables, its tests of significance, its worlds, and the tables on its page."""
+
+import doctest
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT), str(ROOT / "study")]
+
+import report  # noqa: E402
+from likeliest import likeliest  # noqa: E402
+
+import envs  # noqa: E402
+from test_vldac import make_policy, needs_opengl, play, refused, rewards_of, write_model, write_runs  # noqa: E402
+
+PAGE = (ROOT / "study" / "README.md").read_text(encoding="utf-8")
+TABLES = re.findall(r"`python study/report\.py (\w+) ([^`]+)` prints:\n\n((?:\|.*\n)+)", PAGE)
+
+
+def test_doctests():
+    result = doctest.testmod(report)
+    assert result.attempted > 0 and result.failed == 0
+
+
+@pytest.mark.parametrize("n, m", [(1, 1), (2, 5), (4, 4)])
+def test_a_rank_sum_test_is_that_of_all_choices(n, m):
+    """Also with equal values."""
+    for seed in range(20):
+        values = np.random.default_rng(seed).integers(0, 6, n + m)
+        ranks = [np.mean([y < x for y in values]) + np.mean([y <= x for y in values]) for x in values]
+        sums = np.array([sum(choice) for choice in itertools.combinations(ranks, n)])
+        distance = abs(sums - sums.mean())
+        expected = np.mean(distance >= distance[0] - 1e-9)  # the first choice is that of the first n
+        assert report.rank_sum(values[:n], values[n:]) == pytest.approx(expected)
+
+
+def test_tables_of_runs_and_of_methods(tmp_path, capsys):
+    """By hand: until the first rate it is the evaluation before training that counts.
+
+    So the mean of tiny, seed 0, is ((.1 + .1) / 2 + (.1 + .2) / 2 + (.2 + .6) / 2 + (.6 + 1) / 2) / 4.
+    One run is below two others in one of three ways, or above them: p is 2 / 3.
+    """
+    runs = write_runs(tmp_path)
+    tables = {
+        "table": [
+            "| NumberLine | tiny | 0 | 0.100 | 0.900 | 1.000 | 0.362 | 40 | 0.875 |",
+            "| NumberLine | tiny | 1 | 0.200 | 0.900 | 0.600 | 0.450 | 30 | 0.875 |",
+            "| NumberLine | LOOP | 0 | 0.100 | 0.900 | 0.100 | 0.100 | - | 0.875 |",
+        ],
+        "methods": [
+            "| NumberLine | tiny | 2 | 4 | 10 | 0.150 | 0.406 (0.362 to 0.450) "
+            "| 0.900 (0.900 to 0.900) | 0.875 | 0.250 | - |",
+            "| NumberLine | LOOP | 1 | 4 | 10 | 0.100 | 0.100 (0.100 to 0.100) "
+            "| 0.900 (0.900 to 0.900) | 0.875 | 0.250 | 0.67 |",
+        ],
+    }
+
+    def printed(*words):
+        report.main(list(words))
+        return capsys.readouterr().out.splitlines()
+
+    for command, lines in tables.items():
+        assert printed(command, *runs[:3])[2:] == lines
+    *_, last, left_out = printed("methods", *runs)
+    assert last.startswith("| OneRoom | LOOP | 1 | 4 |")
+    assert left_out == f"not finished, so left out: {runs[-1]}"
+
+    csv = tmp_path / "runs.csv"
+    rows = printed("rows", *runs[:4])
+    csv.write_text("\n".join([",".join(report.COLUMNS), *rows]))
+    for command, lines in tables.items():
+        assert printed(command, str(csv), "NumberLine/tiny", "NumberLine/LOOP")[2:] == lines
+    taught = "NumberLine,taught,0,0,0,,,,0.25,0.5,0.125,0.75"  # a model before training has one row
+    csv.write_text("\n".join([",".join(report.COLUMNS), taught, *rows]))
+    assert len(printed("methods", str(csv), "NumberLine/taught", "NumberLine/LOOP")) == 4
+    line = "| NumberLine | taught | 1 | 0 | 0 | 0.250 | 0.125 | 0.750 | 0.500 |"
+    assert printed("methods", str(csv), "NumberLine/taught")[2:] == [line]
+    assert printed("table", str(csv), "NumberLine/taught")[2:] == [
+        "| NumberLine | taught | 0 | 0.250 | - | 0.250 | - | - | 0.500 |"
+    ]
+    message = refused(["table", csv, "OneRoom/tiny"], capsys, report.main)
+    assert "worlds and methods that it has" in message
+
+
+def test_the_likeliest_action_is_scored_after_the_sampled_thought(tmp_path):
+    """Where two actions begin with one token that is likelier than the third, but the third is likeliest."""
+    policy = make_policy(write_model("qwen2_vl", tmp_path))
+    chances = {"turn left": 0.35, "turn right": 0.25, "move": 0.4}
+
+    def policy_of(prompts, responses):
+        logprobs = []
+        for prompt, response in zip(prompts, responses, strict=True):
+            [text] = policy.decode([response])
+            assert response[-1] in policy.stop_ids and prompt == "prompt"
+            thought, action = json.loads(text).values()
+            assert thought == "it is dark"
+            logprobs.append(torch.tensor([math.log(chances[action]), 0.0]))
+        return torch.stack(logprobs), None, None
+
+    policy_of.tokenizer, policy_of.stop_ids = policy.tokenizer, policy.stop_ids
+    text = '{"thoughts": "it is dark", "action": "turn right"}'
+    assert likeliest(policy_of, "prompt", text, list(chances)) == "move"
+    assert likeliest(policy_of, "prompt", "move", list(chances)) is None
+
+
+@needs_opengl
+def test_the_controls_have_no_hints_or_pay_by_a_coin():
+    """With the same seeds and actions OneRoomNoise is OneRoom, but for the sign of what a success pays."""
+    for name in ("OneRoomNoHints", "NumberLineNoHints"):
+        world = envs.make_env(f"study.worlds:{name}-v0")
+        world.reset(seed=0)
+        assert envs.call_optional(world, "hint") is None and envs.call_optional(world, "caption")
+
+    def episode(env, seed):
+        hint = env.get_wrapper_attr("hint")
+        return play(env, seed, lambda info: hint())
+
+    world, noise = envs.make_env("OneRoom"), envs.make_env("study.worlds:OneRoomNoise-v0")
+    signs = set()
+    for seed in range(8):
+        records, noisy_records = episode(world, seed), episode(noise, seed)
+        assert [record[0] for record in records] == [record[0] for record in noisy_records]
+        rewards, noisy_rewards = rewards_of(records), rewards_of(noisy_records)
+        assert rewards == [abs(reward) for reward in noisy_rewards] and rewards[-1] > 0
+        signs.add(noisy_rewards[-1] > 0)
+    assert signs == {True, False}
+
+
+@pytest.mark.parametrize("number", range(len(TABLES)))
+def test_a_table_of_the_page_is_what_the_command_above_it_prints(number, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    command, words, printed = TABLES[number]
+    expanded = subprocess.run(["bash", "-c", f"echo {words}"], capture_output=True, text=True).stdout
+    report.main([command, *expanded.split()])
+    assert capsys.readouterr().out == printed
+
+
+def test_no_table_of_the_page_is_left_out():
+    assert len(TABLES) == PAGE.count("prints:") > 0

@@ -1,0 +1,64 @@
+"""The worlds of the study: no good action is taught, a coin decides the reward, or thoughts are long.
+
+    python vldac.py --env study.worlds:NumberLineNoHints-v0 --model tiny
+    python vldac.py --env study.worlds:LongOneRoom-v0 --model tiny --max_new_tokens 100
+
+Without hints the toy is taught uniformly random actions only.
+"""
+
+import gymnasium as gym
+
+from envs import MiniWorld, NumberLine
+
+
+class OneRoomNoHints(MiniWorld):
+    """OneRoom, whose hint is None."""
+
+    def __init__(self, **options):
+        super().__init__("OneRoom", **options)
+
+    def hint(self):
+        return None
+
+
+class NumberLineNoHints(NumberLine):
+    """NumberLine, whose hint is None."""
+
+    def hint(self):
+        return None
+
+
+class OneRoomNoise(MiniWorld):
+    """OneRoom, in which a coin decides whether a success pays or costs."""
+
+    def __init__(self, **options):
+        super().__init__("OneRoom", **options)
+
+    def _step(self, action):
+        reward, terminated = super()._step(action)
+        if terminated:
+            reward *= self.np_random.choice([-1, 1])
+        return reward, terminated
+
+
+WORDS = "amber basil cedar delta ember fjord grove heron".split()
+
+
+class LongOneRoom(MiniWorld):
+    """OneRoom, whose caption, and so a thought of the toy, has 48 words more.
+
+    They are random and mean nothing: they are for what depends on the length of a thought, RL4VLM's lambda
+    and the ratio of a whole response. As they are drawn anew each time, the toy's lesson counts no thought as
+    true, and always takes its three rounds.
+    """
+
+    def __init__(self, **options):
+        super().__init__("OneRoom", **options)
+
+    def caption(self):
+        words = self.np_random.choice(WORDS, 48)
+        return f"{super().caption()} {' '.join(words)}"
+
+
+for world in (OneRoomNoHints, NumberLineNoHints, OneRoomNoise, LongOneRoom):
+    gym.register(f"{world.__name__}-v0", world)
