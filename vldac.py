@@ -28,7 +28,7 @@ imitation, so that one can watch the algorithm on a laptop.
     python vldac.py --env OneRoom                  Qwen2-VL-7B where there is a GPU, else a toy model
     python vldac.py --env NumberLine --model tiny  the toy on a card game, no OpenGL needed
     python vldac.py --resume runs/NAME             go on after the last finished update
-    torchrun --nproc_per_node=4 vldac.py ...       on four GPUs, with the same totals
+    torchrun --nproc_per_node=4 vldac.py ...       on four GPUs, which share num_envs and minibatch_size
 """
 
 import argparse
@@ -165,8 +165,8 @@ def build_prompt(text, actions, task, taken, left) -> str:
     Think, then choose one action. Answer with {"thoughts": "...", "action": "..."}
     """
     # Deviation 1: one template for all worlds, actions in words. The released code has one for each world.
-    # Deviation 2: every frame is shown once, and it is told how many actions were taken and are left. The
-    # released prompt repeats frames, and takes their number for the number of actions.
+    # Deviation 2: every frame is shown once, and the model is told how many actions were taken and are left.
+    # The released prompt repeats frames, and gives their number as the number of actions.
     names = [json.dumps(action, ensure_ascii=False) for action in actions]  # as the answer must spell them
     lines = [
         f"Task: {task}.",
@@ -228,7 +228,7 @@ def gae(rewards, values, last_values, dones, gamma, gae_lambda):
     last_values      (N,)    V of the state after the rollout, ignored where its last step ended the episode
     dones            (T, N)  1 if the episode ended *with* step t (CleanRL stores it one step later)
     Returns advantages and returns = advantages + values, both (T, N). They are targets: give values that have
-    no gradient. What a time-out pays is decided before (`add_advantages`).
+    no gradient. `add_advantages` has replaced the reward of a time-out before.
 
     >>> rewards, values = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.5], [0.5]])
     >>> gae(rewards, values, torch.tensor([9.0]), torch.tensor([[0], [1]]), gamma=1.0, gae_lambda=0.5)
@@ -299,24 +299,25 @@ def kl_base(newlogprobs, baselogprobs, mask):
     newlogprobs, baselogprobs, mask  (B, R)
     The base is the model without its adapter, also in a run that started from a trained adapter. On tokens
     sampled from `new`, the value estimates D_KL(new || base), and the gradient is that of D_KL(base || new):
-    it pulls up what the base would say. In `update` the tokens are those of the policy before the update, and
-    they are not weighted by new / old.
+    it pulls up what the base would say. `update` uses the tokens of the policy before the update without
+    weights new / old, so after its first step both are approximate.
     Source: Schulman's estimator k3.
 
     >>> kl_base(torch.zeros(1, 1), torch.full((1, 1), math.log(2.0)), torch.ones(1, 1))  # 2 - log 2 - 1
     tensor(0.3069)
     """
-    # Deviation 5: this is the default, as in the released code, and not Eq. 5, which the paper prints: its
-    # gradient is zero in the first minibatch, and it ties the policy only to that of one update ago.
+    # Deviation 5: this is the default, as in the released code, and not the paper's Eq. 5. The gradient of
+    # Eq. 5 is zero in the first minibatch, and it ties the policy only to that of one update ago.
     d = (baselogprobs - newlogprobs).masked_fill(mask == 0, 0)
     return step_mean(d.exp() - d - 1, mask)
 
 
 def kl_old(newlogprobs, logprobs, mask):
-    """D_KL(new || old) in nats per token, from tokens the old policy sampled (Eq. 5): q log q - (q - 1).
+    """D_KL(new || old) in nats per token, from tokens that the old policy sampled (Eq. 5).
 
-    newlogprobs, logprobs, mask  (B, R) as in policy_loss; q = new / old. Never negative. In expectation,
-    both its value and its gradient are those of the divergence, as E_old[q f] = E_new[f].
+    newlogprobs, logprobs, mask  (B, R) as in policy_loss
+    With q = new / old it is q log q - (q - 1), which is never negative. In expectation, both its value and
+    its gradient are those of the divergence, as E_old[q f] = E_new[f].
 
     >>> kl_old(torch.full((1, 1), math.log(2.0)), torch.zeros(1, 1), torch.ones(1, 1))  # 2 log 2 - 1
     tensor(0.3863)
@@ -373,8 +374,8 @@ class VLMPolicy(nn.Module):
         self.generate = Generation(vlm, recorded=args.cuda_graph and one_gpu)
 
         # Deviation 7: sampled at temperature 1 from the whole vocabulary. The released code has top_k 1, that
-        # is, argmax: nothing is explored, and PPO's ratio is not that of the policy that acted. The hub's
-        # configuration has it too, and is replaced as a whole.
+        # is, argmax: nothing is explored, and PPO's ratio is not that of the policy that acted. The model's
+        # own configuration may have top_k 1 too, so it is replaced as a whole.
         vlm.generation_config = GenerationConfig(
             do_sample=True,
             temperature=args.temperature,
@@ -459,8 +460,8 @@ class VLMPolicy(nn.Module):
             lm_head = self.vlm.get_output_embeddings()
             logits = lm_head(hidden[:, P - 1 : -1])  # (B, R, vocabulary), each from the token before
         # Deviation 8: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16:
-        # that of 1 %, -4.6, in steps of 0.03, beside a clip range of 0.1. The logits are left in bfloat16, as
-        # the hidden states are that they come from.
+        # log(0.01) = -4.6 in steps of 0.03, beside a clip range of 0.1. The logits stay in bfloat16, as the
+        # hidden states are in it already.
         logits = logits.float()
         if self.logit_cap:
             logits = self.logit_cap * (logits / self.logit_cap).tanh()
@@ -519,7 +520,7 @@ class Player:
         """Play a parsed action, None if there was none. Returns reward, done, and whether it timed out."""
         # Deviation 9: a response that does not parse ("" for the world) does nothing and costs its step. The
         # released code plays a random action, and reinforces the response for what that action brought.
-        self.actions.append(str(action or ""))  # a world may have numpy's, which no checkpoint can hold
+        self.actions.append(str(action or ""))  # it may be a string of numpy, which no checkpoint can hold
         with envs.traced(self.seed, self.actions):
             observation, reward, terminated, truncated, self.info = self.env.step(self.actions[-1])
         self.observations.append(observation)
@@ -598,9 +599,9 @@ def make_minibatches(steps, args: Args) -> list:
     A minibatch is for one optimizer step. A micro-batch is for one forward pass, both when it is scored and
     when it is trained.
     """
-    # Deviation 11: drawn once, before scoring; the released code draws anew for each epoch. How a step is
-    # rounded depends on the batch around it. In the same batch the ratios of the first minibatch are 1 to the
-    # bit, in bfloat16 too: on CPUs and on an H200.
+    # Deviation 11: they are drawn once, before scoring; the released code draws anew for each epoch. How a
+    # step is rounded depends on the batch around it. In the same batch the ratios of the first minibatch are
+    # 1 to the bit, in bfloat16 too: on CPUs and on an H200.
 
     def length(step):
         return step.prompt["input_ids"].shape[1] + len(step.tokens)
@@ -618,9 +619,9 @@ def make_minibatches(steps, args: Args) -> list:
 @torch.no_grad()
 def score(policy, minibatches):
     """Complete the steps: values, and log-probabilities under the policy that sampled and under the base."""
-    # generate() goes token by token and rounds otherwise than the forward pass that is trained, so its
-    # log-probabilities are not used. The log has as ratio_first how far the ratios of the first minibatch are
-    # from 1: 0 is exact.
+    # generate() goes token by token, and rounds differently from the forward pass that is trained, so its
+    # log-probabilities are not used. In the log, ratio_first is the largest |ratio - 1| in the first
+    # minibatch: it should be 0.
     policy.eval()
     for micro in itertools.chain(*minibatches):
         logprobs, _, values = policy([step.prompt for step in micro], [step.tokens for step in micro])
@@ -650,7 +651,7 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     timed_out = torch.tensor([step.timed_out for step in steps]).view(-1, N)
     # Deviation 12: at a time-out V(s_t) takes the place of the reward, and the steps before bootstrap from
     # it; the released code has this in MiniWorld only. Why: MiniWorld's -1 at a time-out says little about
-    # the last actions, and made learning slower, with gamma V(s_t+1) added too (docs/details.md).
+    # the last actions, and made learning slower, also when gamma V(s_t+1) was added to it (docs/details.md).
     rewards = torch.where(timed_out, values, rewards)
     last_values = last_values.cpu()
     advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
@@ -778,7 +779,8 @@ def train(args: Args, folder: Path):
 
         row = {"update": u, "global_step": u * rollout_steps, "episodes": gather(episodes)}
         recent = (recent + row["episodes"])[-100:]
-        # The first episodes to end are short, mostly successes: no means until every player has ended one.
+        # The first episodes to end are short and mostly successes, so their means would be too high: there
+        # are none until every player has ended an episode.
         all_have_ended = all(gather([player.episode > 1 for player in players]))
         row |= charts(policy, steps, stats, times, recent if all_have_ended else [])
         row["charts/learning_rate"] = rate
@@ -1432,7 +1434,7 @@ def parse_args(argv=None, args_class=Args, program=None, defaults=None) -> Args:
         defaults = vars(load_args(typed["resume"], args_class, program))
         fixed |= {name: x for name, x in defaults.items() if name not in MAY_CHANGE}
     if defaults is None:
-        start = args_class(**typed)
+        start = args_class(**typed)  # whose world and model choose the presets
         defaults = PRESETS.get(start.env, {})
         if start.model == "tiny":
             defaults = PRESETS["tiny"] | defaults | {"gradient_checkpointing": False}
