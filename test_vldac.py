@@ -1452,13 +1452,13 @@ def test_a_replaced_act_plays_in_training_and_in_evaluations(run, monkeypatch):
         run(CORRIDOR)
 
 
-def test_there_is_no_success_rate_before_every_player_has_ended_an_episode(run):
-    """A limit of 10 and 4 steps per update: all begin together, and the first episodes end in update 3."""
-    _, (_, *rows) = run("NumberLine", "--total_timesteps", 48)
-    rates = [row["charts/success_rate"] for row in rows]
-    assert rates == [None, None, 0.0, 0.0, 0.0, 0.0]
-    ended = [len(row["episodes"]) for row in rows]
-    assert ended == [0, 0, 2, 0, 2, 0]
+def test_there_is_no_success_rate_before_every_player_has_ended_an_episode(run, monkeypatch):
+    """One player begins two steps before the end of the corridor, the other four, so one ends alone."""
+    script(monkeypatch, [answer("right")])
+    sizes = ["--num_steps", 2, "--minibatch_size", 4, "--total_timesteps", 8]
+    _, (_, *rows) = run(CORRIDOR, "--seed", 5, *sizes)
+    assert [row["charts/success_rate"] for row in rows] == [None, 1.0]
+    assert len(rows[0]["episodes"]) == 1 and rows[1]["episodes"]
 
 
 def test_random_numbers_depend_on_the_seed_and_the_update(run, monkeypatch):
