@@ -182,7 +182,7 @@ def make_simulator(name, height, width):
     except Exception as error:
         if isinstance(error, ImportError):  # of a library
             what = OPENGL
-        elif type(error).__module__.startswith("pyglet."):  # it has five
+        elif type(error).__module__.startswith("pyglet."):  # one of its own five
             what = NO_DEVICE
         else:
             raise

@@ -128,7 +128,7 @@ class Args:
     value_hidden: list[int] = field(default_factory=lambda: [3072, 2048])  # widths in the value head
     gradient_checkpointing: bool = False  # slower, but saves most of the memory for activations
     # the run
-    eval_episodes: int = 50  # on fixed seeds, before and after training; 0: none. The best trained one: best/
+    eval_episodes: int = 50  # on fixed seeds, before training and after (the best adapter: best/); 0: none
     eval_every: int = 0  # updates between further such evaluations
     run_name: str | None = None
     runs_dir: str = "runs"
@@ -228,7 +228,7 @@ def gae(rewards, values, last_values, dones, gamma, gae_lambda):
     last_values      (N,)    V of the state after the rollout, ignored where its last step ended the episode
     dones            (T, N)  1 if the episode ended *with* step t (CleanRL stores it one step later)
     Returns advantages and returns = advantages + values, both (T, N). They are targets: give values that have
-    no gradient. `add_advantages` has replaced the reward of a time-out before.
+    no gradient. Time-outs are not known here: `add_advantages` replaces their rewards before.
 
     >>> rewards, values = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.5], [0.5]])
     >>> gae(rewards, values, torch.tensor([9.0]), torch.tensor([[0], [1]]), gamma=1.0, gae_lambda=0.5)
@@ -1372,14 +1372,15 @@ PRESETS = {
         "final_learning_rate": 2e-5,
         "value_hidden": [256, 256],
     },
-    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # of the toy, too
+    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # the toy has fewer elsewhere
     **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARD_GAME),
     **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPT),
 }
 # Options that may differ when a run is resumed.
 MAY_CHANGE = {"device", "cuda_graph", "micro_batch_size", "gradient_checkpointing", "track", "resume"}
-# Whole numbers must be above 0, and so must these; but some numbers may be 0.
+# Whole numbers must be above 0, and so must these fractions.
 ABOVE_ZERO = {"learning_rate", "final_learning_rate", "temperature", "clip_coef", "max_grad_norm"}
+# But these numbers may be 0.
 MAY_BE_ZERO = {"seed", "value_warmup", "eval_episodes", "eval_every", "vf_coef", "kl_coef"}
 
 
