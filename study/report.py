@@ -30,6 +30,7 @@ LOGGED = {
     "kl_base": "losses/kl_base",
     "eval_success": "eval/success_rate",
     "eval_invalid": "eval/invalid_action_rate",
+    "explained_variance": "losses/explained_variance",
 }
 # episodes: that ended in the update. The last two: before training, with the likeliest tokens, and with the
 # likeliest action (likeliest.py); runs.sh measures them.

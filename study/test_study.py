@@ -20,6 +20,7 @@ import report  # noqa: E402
 from likeliest import likeliest  # noqa: E402
 
 import envs  # noqa: E402
+from envs import MiniWorld  # noqa: E402
 from test_vldac import make_policy, needs_opengl, play, refused, rewards_of, write_model, write_runs  # noqa: E402
 
 PAGE = (ROOT / "study" / "README.md").read_text(encoding="utf-8")
@@ -79,7 +80,7 @@ def test_tables_of_runs_and_of_methods(tmp_path, capsys):
     csv.write_text("\n".join([",".join(report.COLUMNS), *rows]))
     for command, lines in tables.items():
         assert printed(command, str(csv), "NumberLine/tiny", "NumberLine/LOOP")[2:] == lines
-    taught = "NumberLine,taught,0,0,0,,,,0.25,0.5,0.125,0.75"  # a model before training has one row
+    taught = "NumberLine,taught,0,0,0,,,,0.25,0.5,,0.125,0.75"  # a model before training has one row
     csv.write_text("\n".join([",".join(report.COLUMNS), taught, *rows]))
     assert len(printed("methods", str(csv), "NumberLine/taught", "NumberLine/LOOP")) == 4
     line = "| NumberLine | taught | 1 | 0 | 0 | 0.250 | 0.125 | 0.750 | 0.500 |"
@@ -114,25 +115,37 @@ def test_the_likeliest_action_is_scored_after_the_sampled_thought(tmp_path):
 
 @needs_opengl
 def test_the_controls_have_no_hints_or_pay_by_a_coin():
-    """With the same seeds and actions OneRoomNoise is OneRoom, but for the sign of what a success pays."""
-    for name in ("OneRoomNoHints", "NumberLineNoHints"):
+    """With the same seeds and actions the noisy room is the room, but for the sign of what a success pays."""
+    rooms = (
+        "OneRoomNoHints",
+        "OneRoomS6NoHints",
+        "OneRoomS6FastNoHints",
+        "OneRoomS6NoHintsNoise",
+    )
+    for name in (*rooms, "NumberLineNoHints"):
         world = envs.make_env(f"study.worlds:{name}-v0")
         world.reset(seed=0)
         assert envs.call_optional(world, "hint") is None and envs.call_optional(world, "caption")
 
     def episode(env, seed):
-        hint = env.get_wrapper_attr("hint")
-        return play(env, seed, lambda info: hint())
+        return play(env, seed, lambda info: MiniWorld.hint(env.unwrapped))
 
-    world, noise = envs.make_env("OneRoom"), envs.make_env("study.worlds:OneRoomNoise-v0")
-    signs = set()
-    for seed in range(8):
-        records, noisy_records = episode(world, seed), episode(noise, seed)
-        assert [record[0] for record in records] == [record[0] for record in noisy_records]
-        rewards, noisy_rewards = rewards_of(records), rewards_of(noisy_records)
-        assert rewards == [abs(reward) for reward in noisy_rewards] and rewards[-1] > 0
-        signs.add(noisy_rewards[-1] > 0)
-    assert signs == {True, False}
+    for name, noisy_name in [
+        ("OneRoom", "OneRoomNoise"),
+        ("OneRoomS6", "OneRoomS6NoHintsNoise"),
+    ]:
+        world, noise = (
+            envs.make_env(name),
+            envs.make_env(f"study.worlds:{noisy_name}-v0"),
+        )
+        signs = set()
+        for seed in range(8):
+            records, noisy_records = episode(world, seed), episode(noise, seed)
+            assert [record[0] for record in records] == [record[0] for record in noisy_records]
+            rewards, noisy_rewards = rewards_of(records), rewards_of(noisy_records)
+            assert rewards == [abs(reward) for reward in noisy_rewards] and rewards[-1] > 0
+            signs.add(noisy_rewards[-1] > 0)
+        assert signs == {True, False}
 
 
 @pytest.mark.parametrize("number", range(len(TABLES)))

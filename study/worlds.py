@@ -11,14 +11,25 @@ import gymnasium as gym
 from envs import MiniWorld, NumberLine
 
 
-class OneRoomNoHints(MiniWorld):
-    """OneRoom, whose hint is None."""
-
-    def __init__(self, **options):
-        super().__init__("OneRoom", **options)
+class NoHints(MiniWorld):
+    """A room whose hint is None."""
 
     def hint(self):
         return None
+
+
+class Noise(MiniWorld):
+    """A room in which a coin decides whether a success pays or costs."""
+
+    def _step(self, action):
+        reward, terminated = super()._step(action)
+        if terminated:
+            reward *= self.np_random.choice([-1, 1])
+        return reward, terminated
+
+
+class NoHintsNoise(NoHints, Noise):
+    """Both."""
 
 
 class NumberLineNoHints(NumberLine):
@@ -26,19 +37,6 @@ class NumberLineNoHints(NumberLine):
 
     def hint(self):
         return None
-
-
-class OneRoomNoise(MiniWorld):
-    """OneRoom, in which a coin decides whether a success pays or costs."""
-
-    def __init__(self, **options):
-        super().__init__("OneRoom", **options)
-
-    def _step(self, action):
-        reward, terminated = super()._step(action)
-        if terminated:
-            reward *= self.np_random.choice([-1, 1])
-        return reward, terminated
 
 
 WORDS = "amber basil cedar delta ember fjord grove heron".split()
@@ -60,5 +58,8 @@ class LongOneRoom(MiniWorld):
         return f"{super().caption()} {' '.join(words)}"
 
 
-for world in (OneRoomNoHints, NumberLineNoHints, OneRoomNoise, LongOneRoom):
+for room in ("OneRoom", "OneRoomS6", "OneRoomS6Fast"):
+    for world in (NoHints, Noise, NoHintsNoise):
+        gym.register(f"{room}{world.__name__}-v0", world, kwargs={"name": room})
+for world in (NumberLineNoHints, LongOneRoom):
     gym.register(f"{world.__name__}-v0", world)
