@@ -135,9 +135,9 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   for world in Hallway FourRooms WallGap; do each $world LOOP "$few" $loop --env $world; done
   each OneRoom LOOP-61440 "$few" $loop --env OneRoom --total_timesteps 61440
   local room=study.worlds:OneRoomS6
-  for seed in $all; do
-    each OneRoomS6NoHints VL-DAC $seed $vldac --env ${room}NoHints-v0 --total_timesteps 51200
-    each OneRoomS6NoHints taught $seed $vldac --env ${room}NoHints-v0 $one_update
+  for seeds in "40 41" "42 43" "44 45" "46 47" "48 49"; do
+    each OneRoomS6NoHints VL-DAC "$seeds" $vldac --env ${room}NoHints-v0 --total_timesteps 51200
+    each OneRoomS6NoHints taught "$seeds" $vldac --env ${room}NoHints-v0 $one_update
   done
   each OneRoomS6FastNoHints VL-DAC "$few" $vldac --env ${room}FastNoHints-v0 --total_timesteps 10240
   each OneRoomS6FastNoHints taught "$few" $vldac --env ${room}FastNoHints-v0 $one_update

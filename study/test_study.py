@@ -116,12 +116,7 @@ def test_the_likeliest_action_is_scored_after_the_sampled_thought(tmp_path):
 @needs_opengl
 def test_the_controls_have_no_hints_or_pay_by_a_coin():
     """With the same seeds and actions the noisy room is the room, but for the sign of what a success pays."""
-    rooms = (
-        "OneRoomNoHints",
-        "OneRoomS6NoHints",
-        "OneRoomS6FastNoHints",
-        "OneRoomS6NoHintsNoise",
-    )
+    rooms = ("OneRoomNoHints", "OneRoomS6NoHints", "OneRoomS6FastNoHints", "OneRoomS6NoHintsNoise")
     for name in (*rooms, "NumberLineNoHints"):
         world = envs.make_env(f"study.worlds:{name}-v0")
         world.reset(seed=0)
@@ -130,14 +125,8 @@ def test_the_controls_have_no_hints_or_pay_by_a_coin():
     def episode(env, seed):
         return play(env, seed, lambda info: MiniWorld.hint(env.unwrapped))
 
-    for name, noisy_name in [
-        ("OneRoom", "OneRoomNoise"),
-        ("OneRoomS6", "OneRoomS6NoHintsNoise"),
-    ]:
-        world, noise = (
-            envs.make_env(name),
-            envs.make_env(f"study.worlds:{noisy_name}-v0"),
-        )
+    for name, noisy_name in [("OneRoom", "OneRoomNoise"), ("OneRoomS6", "OneRoomS6NoHintsNoise")]:
+        world, noise = envs.make_env(name), envs.make_env(f"study.worlds:{noisy_name}-v0")
         signs = set()
         for seed in range(8):
             records, noisy_records = episode(world, seed), episode(noise, seed)
