@@ -2,6 +2,7 @@
 
     python study/report.py table runs/A runs/B         the figures of runs, a row each
     python study/report.py methods runs/*              those of methods, each tested against the first
+    python study/report.py pairs runs/*                the same, of pairs with the same seed
     python study/report.py plot runs/A runs/B r.json   learning curves, results as dashed lines
     python study/report.py rows runs/A runs/B          their logs as rows of runs.csv, without its header
 
@@ -10,6 +11,7 @@ For plot, --out FILE comes last.
 """
 
 import csv
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +51,13 @@ class Run(evaluation.Curve):
     after: float | None
     parsed: float  # of the responses at the end
     kl_base: float | None  # of the last update that has one (in LOOP, not all have)
+    explained: float | None  # of the returns' variance, by the values; the median over the updates
 
     def mean(self) -> float | None:
         """Success averaged over the run, from step 0 to its end; None if there was no update.
 
         >>> steps, rates = np.array([0, 10, 30]), np.array([0.2, 0.2, 0.6])
-        >>> run = Run("OneRoom", "VL-DAC", steps, rates, 0, 3, 0.2, None, None, 0.6, 1.0, 0.1)
+        >>> run = Run("OneRoom", "VL-DAC", steps, rates, 0, 3, 0.2, None, None, 0.6, 1.0, 0.1, 0.5)
         >>> run.mean()  # (10 * 0.2 + 20 * 0.4) / 30
         0.3333333333333333
         """
@@ -85,6 +88,7 @@ def run_of(rows) -> Run:
     evaluations = [row for row in later if row["eval_success"] is not None]
     last = evaluations[-1] if evaluations else rows[-1]
     divergences = [row["kl_base"] for row in later if row["kl_base"] is not None]
+    explained = [row["explained_variance"] for row in later if row["explained_variance"] is not None]
     unparsed = last["invalid"] if last["eval_invalid"] is None else last["eval_invalid"]
     return Run(
         **vars(curve),
@@ -96,6 +100,7 @@ def run_of(rows) -> Run:
         after=evaluations[-1]["eval_success"] if evaluations else None,
         parsed=1 - unparsed,
         kl_base=divergences[-1] if divergences else None,
+        explained=np.median(explained).item() if explained else None,
     )
 
 
@@ -114,11 +119,15 @@ def load_table(path, names) -> list[list[dict]]:
     return [runs[key] for key in sorted(runs)]
 
 
-def load_runs(paths) -> list[Run]:
-    """The runs of these folders, or those of a table that are named after it."""
+def load_rows(paths) -> list[list[dict]]:
+    """The rows of the runs in these folders, or of those of a table that are named after it."""
     if paths[0].endswith(".csv"):
-        return [run_of(rows) for rows in load_table(paths[0], paths[1:])]
-    return [run_of(rows_of_run(folder)) for folder in paths]
+        return load_table(paths[0], paths[1:])
+    return [rows_of_run(folder) for folder in paths]
+
+
+def load_runs(paths) -> list[Run]:
+    return [run_of(rows) for rows in load_rows(paths)]
 
 
 def rank_sum(a, b) -> float:
@@ -140,6 +149,20 @@ def rank_sum(a, b) -> float:
     distance = abs(np.arange(ways.shape[1]) - mean)
     far = distance >= distance[ranks[: len(a)].sum()] - 1e-9
     return (ways[-1, far].sum() / ways[-1].sum()).item()
+
+
+def sign_flip(differences) -> float:
+    """Exact two-sided p of the hypothesis that a pair's two values could be exchanged (Fisher 1935).
+
+    Under it each difference is as likely with the other sign: p is the share of the choices of signs with
+    which the mean is as far from 0 as it is, or farther.
+
+    >>> sign_flip([0.1, 0.2, 0.3])  # of eight choices, all as they are, and all the other way round
+    0.25
+    """
+    signs = np.array(list(itertools.product([1, -1], repeat=len(differences))))
+    distances = abs(signs @ differences)
+    return (distances >= distances[0] - 1e-9).mean().item()
 
 
 def markdown(lines) -> str:
@@ -197,6 +220,7 @@ def methods(paths) -> str:
     greedy, likeliest  the same before training, with the likeliest tokens, and with the likeliest action
     over the run       success averaged over the run
     parsed, kl_base    at the end
+    explained          variance of the returns, by the values; the median over the updates
     p                  exact rank-sum test of these averages against those of the world's first method
     A column that would be empty is left out, and so are the folders of runs that are not finished.
     """
@@ -228,6 +252,7 @@ def methods(paths) -> str:
             "after": spread([run.after for run in runs]),
             "parsed": mean_of([run.parsed for run in runs]),
             "kl_base": mean_of([run.kl_base for run in runs]),
+            "explained": mean_of([run.explained for run in runs]),
             "p": p,
         }
         rows.append(row)
@@ -235,6 +260,38 @@ def methods(paths) -> str:
     lines = [columns] + [[row[name] for name in columns] for row in rows]
     left_out = f"\nnot finished, so left out: {', '.join(unfinished)}" if unfinished else ""
     return markdown(lines) + left_out
+
+
+def beginning(rows) -> list:
+    """What is known of a run's first three rollouts: in the warm-up LoRA does not learn."""
+    return [[row["episodes"], row["invalid"], row["success"]] for row in rows[1:4]]
+
+
+def pairs(paths) -> str:
+    """A row for every method but the world's first, whose runs are paired with it by their seeds.
+
+    over the run  the mean difference in success averaged over the run, and from what to what
+    ahead         in how many pairs it is above 0
+    p             exact sign-flip test of that mean
+    UserError if the first three rollouts of a pair differ.
+    """
+    worlds = {}  # world: method: seed: rows
+    for rows in load_rows(paths):
+        methods_of_world = worlds.setdefault(rows[0]["world"], {})
+        methods_of_world.setdefault(rows[0]["method"], {})[int(rows[0]["seed"])] = rows
+    lines = [["world", "method", "against", "pairs", "over the run", "ahead", "p"]]
+    for world, methods_of_world in worlds.items():
+        (first, first_runs), *others = methods_of_world.items()
+        for method, runs in others:
+            differences = []
+            for seed in sorted(runs.keys() & first_runs.keys()):
+                if beginning(runs[seed]) != beginning(first_runs[seed]):
+                    raise UserError(f"{world}, {method}, seed {seed}: its first three rollouts are others")
+                differences.append(run_of(runs[seed]).mean() - run_of(first_runs[seed]).mean())
+            ahead = sum(difference > 0 for difference in differences)
+            p = f"{sign_flip(differences):.2g}"
+            lines.append([world, method, first, len(differences), spread(differences), ahead, p])
+    return markdown(lines)
 
 
 # So that a method has one colour in every panel and figure.
@@ -263,6 +320,8 @@ def main(argv=None):
                 print(table(paths))
             case ["methods", *paths] if paths:
                 print(methods(paths))
+            case ["pairs", *paths] if paths:
+                print(pairs(paths))
             case ["plot", *paths, "--out", out] if paths:
                 plot(paths, out)
             case ["plot", *paths] if paths:

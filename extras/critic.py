@@ -1,0 +1,207 @@
+"""What is VL-DAC's step value worth? The same algorithm with a value for every token, or with none.
+
+    python extras/critic.py --env OneRoom --critic token    takes vldac.py's options and --critic
+
+token           V_{t,i} is the value head on the state before token i (from 0) of step t, so V_{t,0} is
+                VL-DAC's V(s_t). GAE goes from token to token, and decays by lambda at each of them.
+token-per-step  the same with lambda^(1/R_t), R_t tokens in the response: a step decays as in VL-DAC.
+none            V = 0, at the end of a rollout and at time-outs too, and the value loss teaches nothing.
+
+It replaces vldac.VLMPolicy, and for values of tokens vldac.add_advantages and vldac.update.
+"""
+
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from unittest import mock
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import vldac  # noqa: E402
+from vldac import kl_base, kl_old, pad, step_mean  # noqa: E402
+
+
+@dataclass
+class Args(vldac.Args):
+    """The options of vldac.py, and one more."""
+
+    critic: Literal["token", "token-per-step", "none"] = "token"
+
+
+class NoCritic(vldac.VLMPolicy):
+    """A policy whose values are 0."""
+
+    def forward(self, prompts, responses):
+        logprobs, mask, values = super().forward(prompts, responses)
+        return logprobs, mask, 0 * values
+
+
+class TokenCritic(vldac.VLMPolicy):
+    """A policy with a value of the state before each token of a response, and of the state after the last."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.vlm.model.register_forward_hook(self.keep)
+
+    def keep(self, model, inputs, output):
+        self.hidden = output.last_hidden_state  # (B, P + R, H)
+
+    def forward(self, prompts, responses):
+        """As in vldac, but the values are (B, R + 1). So vldac.score makes a list of each `step.value`."""
+        logprobs, mask, _ = super().forward(prompts, responses)
+        h = self.hidden[:, -1 - mask.shape[1] :].float()  # (B, R + 1, H), from the last prompt token on
+        if self.args.stop_grad:
+            h = h.detach()
+        return logprobs, mask, self.value_head(h)[..., 0]
+
+
+def token_gae(rewards, values, last_value, dones, timed_out, gamma, decays) -> list[torch.Tensor]:
+    """GAE from token to token, over T steps of one player.
+
+    rewards           (T,)  paid at the last token of a step
+    values            T of them, (R_t,), each of the state before a token
+    last_value        ()    of the state after the rollout
+    dones, timed_out  (T,)  as in Step; in a step that timed out all advantages are 0
+    gamma             counts at the end of a step only
+    decays            (T,)  lambda per token
+    Returns T advantages (R_t,).
+
+    >>> values = [torch.tensor([0.0, 0.5]), torch.tensor([1.0])]
+    >>> flags = torch.tensor([False, True]), torch.tensor([False, False])
+    >>> token_gae(torch.tensor([0.0, 3.0]), values, torch.tensor(9.0), *flags, gamma=0.5, decays=[0.5, 0.5])
+    [tensor([0.7500, 0.5000]), tensor([2.])]
+    """
+    advantages = [torch.zeros_like(value) for value in values]
+    next_value, next_advantage = last_value, torch.zeros_like(last_value)
+    for t in reversed(range(len(rewards))):
+        if dones[t]:
+            next_value = next_advantage = torch.zeros_like(last_value)
+        if timed_out[t]:
+            next_value = values[t][0]
+            continue
+        reward, discount = rewards[t], gamma
+        for i in reversed(range(len(values[t]))):
+            delta = reward + discount * next_value - values[t][i]
+            next_advantage = delta + discount * decays[t] * next_advantage
+            advantages[t][i] = next_advantage
+            next_value = values[t][i]
+            reward, discount = 0, 1  # of the tokens before
+    return advantages
+
+
+def add_advantages(steps, last_values, args) -> dict[str, float | None]:
+    """Complete the steps: advantages and returns, (R_b,) each. last_values (N, 1); the rest as in vldac."""
+    N = len(last_values)
+    for n in range(N):
+        of_player = steps[n::N]
+        rewards = torch.tensor([step.reward for step in of_player])
+        values = [torch.tensor(step.value[: len(step.tokens)]) for step in of_player]
+        dones = torch.tensor([step.done for step in of_player])
+        timed_out = torch.tensor([step.timed_out for step in of_player])
+        decays = [args.gae_lambda for _ in of_player]
+        if args.critic == "token-per-step":
+            decays = [args.gae_lambda ** (1 / len(step.tokens)) for step in of_player]
+        last_value = last_values[n, 0].cpu()
+        advantages = token_gae(rewards, values, last_value, dones, timed_out, args.gamma, decays)
+        for step, advantage, value in zip(of_player, advantages, values, strict=True):
+            step.advantage, step.ret = advantage, advantage + value
+
+    # Every step weighs the same, however long its response is.
+    advantages = vldac.gather([step.advantage for step in steps])
+    mean = torch.stack([advantage.mean() for advantage in advantages]).mean()
+    squares = torch.stack([(advantage - mean).pow(2).mean() for advantage in advantages])
+    std = (squares.sum() / (len(squares) - 1)).sqrt()
+    for step in steps:
+        step.advantage = (step.advantage - mean) / (std + 1e-8)
+    returns = torch.stack([step.ret[0] for step in steps])  # as VL-DAC's: of the states before a response
+    errors = returns - torch.tensor([step.value[0] for step in steps])
+    explained = (1 - errors.var() / returns.var()).item() if returns.var() > 0 else None
+    return {"explained_variance": explained, "advantage_std": std.item()}
+
+
+def token_policy_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
+    """vldac.policy_loss with an advantage (B, R) for every token.
+
+    >>> new, old, one = torch.tensor([[1.5, 1.5]]).log(), torch.zeros(1, 2), torch.ones(1, 2)
+    >>> token_policy_loss(new, old, torch.tensor([[2.0, -2.0]]), one, clip_coef=0.2)  # -2.4 and 3
+    tensor(0.3000)
+    """
+    ratio = (newlogprobs - logprobs).masked_fill(mask == 0, 0).exp()
+    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    return step_mean(torch.max(-advantages * ratio, -advantages * clipped), mask)
+
+
+def token_value_loss(values, returns, mask):
+    """Half the squared error, as a mean over the tokens of a step, then over steps; all (B, R).
+
+    >>> token_value_loss(torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0, 1.0]]), torch.ones(1, 2))
+    tensor(1.)
+    """
+    return 0.5 * step_mean((values - returns).pow(2), mask)
+
+
+def update(policy, optimizer, minibatches, args, value_only=False):
+    """vldac.update with values of tokens: a copy but for the lines below which "Of tokens" is written."""
+    policy.train()
+    lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
+    for parameter in lora:
+        parameter.requires_grad_(not value_only)
+    log = vldac.UpdateLog(args)
+    for epoch in range(args.update_epochs):
+        if epoch > 0:
+            minibatches = random.sample(minibatches, len(minibatches))
+        for minibatch in minibatches:
+            optimizer.zero_grad()
+            size = sum(len(micro) for micro in minibatch)
+            for micro in minibatch:
+                prompts = [step.prompt for step in micro]
+                responses = [step.tokens for step in micro]
+                newlogprobs, mask, newvalues = policy(prompts, responses)
+                logprobs = pad([step.logprobs for step in micro])  # (B, R)
+                baselogprobs = pad([step.baselogprobs for step in micro])
+
+                # Of tokens:
+                advantages = pad([step.advantage for step in micro]).to(args.device)  # (B, R)
+                returns = pad([step.ret for step in micro]).to(args.device)  # (B, R)
+                pg_loss = token_policy_loss(newlogprobs, logprobs, advantages, mask, args.clip_coef)
+                v_loss = token_value_loss(newvalues[:, :-1], returns, mask)
+
+                if args.kl_ref == "base":
+                    kl = kl_base(newlogprobs, baselogprobs, mask)
+                else:
+                    kl = kl_old(newlogprobs, logprobs, mask)
+                if value_only:
+                    loss = args.vf_coef * v_loss
+                else:
+                    loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss
+                (loss * len(micro) / size).backward()
+                losses = {"policy_loss": pg_loss, "kl": kl, "value_loss": v_loss}
+                log.add(losses, newlogprobs, logprobs, baselogprobs, mask)
+
+            vldac.average_gradients([*lora, *value_head])
+            norm_lora = clip_grad_norm_(lora, args.max_grad_norm, error_if_nonfinite=True)
+            norm_value = clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
+            log.end_minibatch(norm_lora, norm_value)
+            optimizer.step()
+    return log.means()
+
+
+def train(args, folder):
+    replaced = {"VLMPolicy": NoCritic}
+    if args.critic != "none":
+        replaced = {"VLMPolicy": TokenCritic, "add_advantages": add_advantages, "update": update}
+    with mock.patch.multiple(vldac, **replaced):  # for the length of this call
+        vldac.train(args, folder)
+
+
+def main(argv=None):
+    vldac.main(argv, Args, train)
+
+
+if __name__ == "__main__":
+    main()
