@@ -1418,20 +1418,31 @@ def test_the_log_tells_the_rate_and_the_warm_up(run):
     assert away == [False, False, False, True, True]
 
 
+class Still(Corridor):
+    """One in which every prompt is the same, and which pays only where split is "eval"."""
+
+    limit = 1
+
+    def _reset(self):
+        self.place = 0
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, float(self.split == "eval"), *rest
+
+
+gym.register("vldac/Still-v0", Still)
+
+
 @pytest.mark.parametrize("main, options", [(vldac.main, []), (loop.main, ["--group_size", 2])])
-def test_evaluations_are_of_the_other_split(main, options, run, tmp_path, monkeypatch):
+def test_evaluations_are_of_the_other_split(main, options, run, tmp_path):
     """Those of a training, and those of eval.py."""
-    evaluate, splits = vldac.evaluate, []
-
-    def record(policy, players, seeds, *act):
-        splits.extend(player.args.split for player in players)
-        return evaluate(policy, players, seeds, *act)
-
-    monkeypatch.setattr(vldac, "evaluate", record)
-    folder, _ = run(CORRIDOR, "--eval_episodes", 1, *options, main=main)
-    evaluated(tmp_path / "run.json", "run", folder, "--episodes", 1)
-    evaluated(tmp_path / "random.json", "random", "--env", CORRIDOR, "--episodes", 1)
-    assert splits == ["eval"] * 4
+    folder, rows = run("Still", "--eval_episodes", 1, *options, main=main)
+    assert {episode["return"] for row in rows[1:] for episode in row["episodes"]} == {0.0}
+    assert rows[0]["eval/episodic_return"] == rows[-1]["eval/episodic_return"] == 1.0
+    for words in (["run", folder], ["random", "--env", "Still"]):
+        result = evaluated(tmp_path / "result.json", *words, "--episodes", 1)
+        assert result["summary"]["episodic_return"] == 1.0
 
 
 def test_a_replaced_act_plays_in_training_and_in_evaluations(run, monkeypatch):
@@ -1461,11 +1472,13 @@ def test_there_is_no_success_rate_before_every_player_has_ended_an_episode(run, 
     assert len(rows[0]["episodes"]) == 1 and rows[1]["episodes"]
 
 
-def test_random_numbers_depend_on_the_seed_and_the_update(run, monkeypatch):
-    set_seed, seeds = vldac.set_seed, []
-    monkeypatch.setattr(vldac, "set_seed", lambda seed: seeds.append(seed) or set_seed(seed))
-    run(CORRIDOR, "--seed", 5)
-    assert seeds == [5, vldac.training_seed(5, 0, 1), vldac.training_seed(5, 0, 2)]
+def test_every_update_and_every_seed_has_random_numbers_of_its_own(run):
+    """Before anything is learned, and of one prompt only."""
+    texts = set()
+    for seed in (5, 6):
+        _, (_, *rows) = run("Still", "--seed", seed, name=f"seed {seed}")
+        texts |= {tuple(sample["response"] for sample in row["samples"]) for row in rows}
+    assert len(texts) == 4  # of two updates each
 
 
 def test_a_rollout_bootstraps_from_the_values_after_it(run, monkeypatch):
