@@ -1693,23 +1693,27 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, whole_run, capsys):
 
 def test_evaluating_changes_nothing_and_the_best_adapter_is_kept(run, monkeypatch):
     results = iter([(2, 0.0), (6, 0.0), (4, 9.0), (6, 0.0), (6, 1.0)])  # of ten episodes; and their return
-    evaluate, saved = vldac.evaluate, []
+    evaluate, played, saved = vldac.evaluate, [], []
 
     def ten_episodes(*words):
         """Instead of one, so many of them won."""
         [episode] = evaluate(*words)
         won, total = next(results)
+        played.append(won)
         return [episode | {"success": k < won, "return": total} for k in range(10)]
 
     monkeypatch.setattr(vldac, "evaluate", ten_episodes)
-    monkeypatch.setattr(vldac, "save_adapter", lambda policy, folder: saved.append(folder.name))
+    monkeypatch.setattr(
+        vldac, "save_adapter", lambda policy, folder: saved.append((folder.name, len(played)))
+    )
     _, rows = run(TROUBLED, *LONG, "--eval_every", 1, name="often")
-    assert saved == ["best", "best", "adapter"]  # not the start; at the first 0.6, and at the better return
+    # Not the start; at the first 0.6, and at the better return.
+    assert saved == [("best", 2), ("best", 5), ("adapter", 5)]
     assert [row["eval/success_rate"] for row in rows] == [0.2, 0.6, 0.4, 0.6, 0.6]
     rows = [{key: x for key, x in row.items() if not key.startswith("eval/")} for row in rows]
     _, plain = run(TROUBLED, *LONG, "--eval_episodes", 0, name="never")
     assert without_times(rows) == without_times(plain)
-    assert saved == ["best", "best", "adapter", "adapter"]
+    assert saved[3:] == [("adapter", 5)]
 
 
 # ------------------------------------------------------------------------------------ several processes
