@@ -7,6 +7,7 @@ token, so that together they beat an action that is likelier than each of them. 
 then every admissible action is scored in the place of the sampled one.
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -19,18 +20,26 @@ import vldac  # noqa: E402
 from vldac import ACTION_KEY  # noqa: E402
 
 
-def likeliest(policy, prompt, text, actions) -> str | None:
-    """The likeliest admissible action after this response's thought; None if it names none at all."""
+def responses_of(policy, text, actions) -> list[torch.Tensor]:
+    """The tokens of this response with each of the actions in the place of its own; none if it has none."""
     keys = list(ACTION_KEY.finditer(text))
-    if not keys:
-        return None
     responses = []
-    for action in actions:
+    for action in actions if keys else []:
         answer = text[: keys[-1].end()] + json.dumps(action) + "}"
         tokens = policy.tokenizer(answer, return_tensors="pt").input_ids[0].to(policy.stop_ids.device)
         responses.append(torch.cat([tokens, policy.stop_ids[-1:]]))
-    logprobs, _, _ = policy([prompt] * len(actions), responses)
-    return actions[logprobs.sum(1).argmax()]
+    return responses
+
+
+def likeliest(policy, prompts, texts, actions) -> list[str | None]:
+    """For each prompt, the likeliest of its actions after the thought of its response."""
+    responses = [responses_of(policy, *pair) for pair in zip(texts, actions, strict=True)]
+    repeated = [prompt for prompt, some in zip(prompts, responses, strict=True) for _ in some]
+    if not repeated:
+        return [None] * len(prompts)
+    logprobs, _, _ = policy(repeated, list(itertools.chain(*responses)))
+    sums = logprobs.sum(1).split([len(some) for some in responses])
+    return [some[x.argmax()] if len(x) else None for some, x in zip(actions, sums, strict=True)]
 
 
 @torch.no_grad()
@@ -38,9 +47,9 @@ def act(policy, players):
     """A step like vldac.act."""
     prompts = [policy.encode(*player.turn()) for player in players]
     texts = policy.decode(policy.sample(prompts))
+    actions = likeliest(policy, prompts, texts, [player.info["actions"] for player in players])
     steps = []
-    for player, prompt, text in zip(players, prompts, texts, strict=True):
-        action = likeliest(policy, prompt, text, player.info["actions"])
+    for player, prompt, text, action in zip(players, prompts, texts, actions, strict=True):
         steps.append(vldac.Step(prompt, policy.no_tokens, text, action, *player.step(action)))
     return steps
 

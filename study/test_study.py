@@ -151,16 +151,17 @@ def test_the_likeliest_action_is_scored_after_the_sampled_thought(tmp_path):
         logprobs = []
         for prompt, response in zip(prompts, responses, strict=True):
             [text] = policy.decode([response])
-            assert response[-1] in policy.stop_ids and prompt == "prompt"
             thought, action = json.loads(text).values()
-            assert thought == "it is dark"
+            assert response[-1] in policy.stop_ids and thought == prompt
             logprobs.append(torch.tensor([math.log(chances[action]), 0.0]))
         return torch.stack(logprobs), None, None
 
     policy_of.tokenizer, policy_of.stop_ids = policy.tokenizer, policy.stop_ids
-    text = '{"thoughts": "it is dark", "action": "turn right"}'
-    assert likeliest(policy_of, "prompt", text, list(chances)) == "move"
-    assert likeliest(policy_of, "prompt", "move", list(chances)) is None
+    dark, light = [json.dumps({"thoughts": words, "action": "turn right"}) for words in ("dark", "light")]
+    actions = [list(chances), list(chances), ["turn right", "turn left"]]
+    chosen = likeliest(policy_of, ["dark", "none", "light"], [dark, "move", light], actions)
+    assert chosen == ["move", None, "turn left"]
+    assert likeliest(policy_of, ["none"], ["move"], [list(chances)]) == [None]
 
 
 BOOTSTRAP, END, TIME_OUT = (False, False), (True, False), (True, True)
