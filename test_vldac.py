@@ -1947,6 +1947,7 @@ WRONG = {
     "--total_timesteps 5": "at most --total_timesteps",
     "--resume torn": "torn is not the folder of a run",
     "--device cuda:7": "finds no GPU",
+    "--device gpu": "--device must be cpu, mps or cuda",
 }
 
 
@@ -2060,7 +2061,7 @@ def toy_run(tmp_path_factory):
     """A run of the toy in a world of one word, by two real processes of torchrun, on a fresh cache."""
     folder = tmp_path_factory.mktemp("toy")
     command = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node=2 vldac.py".split()]
-    command += f"--env {SIGNAL} --model tiny --device cpu --total_timesteps 2560 --num_envs 64".split()
+    command += f"--env {SIGNAL} --model tiny --device cpu --total_timesteps 2048 --num_envs 64".split()
     command += "--num_steps 4 --minibatch_size 64 --value_warmup 1 --eval_episodes 100".split()
     command += ["--run_name", "run", "--runs_dir", str(folder)]
     own = {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
@@ -2150,7 +2151,7 @@ def test_an_evaluation_of_a_run_and_of_its_start(toy_run, tmp_path, capsys):
     assert episodes("start", *chance) != start
     assert episodes("start", *greedy, *chance) == episodes("start", *greedy)
     assert episodes("start", "--adapter", folder / "adapter") == run
-    assert "weights: checkpoint.pt, update 10" in capsys.readouterr().out
+    assert "weights: checkpoint.pt, update 8" in capsys.readouterr().out
     no_critic = refused(["page", folder, "--adapter", folder / "adapter"], capsys, evaluation.main)
     assert "it takes no --adapter" in no_critic
 
@@ -2187,7 +2188,7 @@ def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path):
     page = out.read_text(encoding="utf-8")
     assert "http" not in page and page.count("<svg") == len(evaluation.CHARTS)  # it needs no other file
     assert page.count('class="bad"') == page.count("(no admissible action)") > 0
-    assert "weights: checkpoint.pt, update 10" in page and "V is the critic's value" in page
+    assert "weights: checkpoint.pt, update 8" in page and "V is the critic's value" in page
 
     outcomes = []
     for strip in page.split("<h3>")[1:]:
