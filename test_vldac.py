@@ -1903,21 +1903,21 @@ def test_a_run_of_loop_that_was_killed_goes_on(run, tmp_path, monkeypatch):
         return [json.dumps({"action": ["left", "right"][tokens.sum() % 2]}) for tokens in responses]
 
     monkeypatch.setattr(VLMPolicy, "decode", decode)
-    options = [*LONG, "--total_timesteps", 64, "--group_size", 2]
+    options = [*LONG, "--total_timesteps", 48, "--group_size", 2]
     folder, (_, *rows) = run(TROUBLED, *options, name="whole", main=loop.main)
     of_the_critic = {"losses/explained_variance", "losses/advantage_std"}  # which is not there
     assert any(row.keys() >= set(LOGGED) - of_the_critic for row in rows)
     played = 0
     for row in rows:
-        assert played + 8 <= 64
+        assert played + 8 <= 48
         one, two = row["episodes"]
         assert one["seed"] == two["seed"]
         played += one["length"] + two["length"]
         assert row["global_step"] == played
-    assert played + 8 > 64
+    assert played + 8 > 48
 
     monkeypatch.setattr(Troubled, "happens", killed)
-    monkeypatch.setattr(Troubled, "number", 30)
+    monkeypatch.setattr(Troubled, "number", 22)
     assert forked(lambda: run(TROUBLED, *options, name="part", main=loop.main)) == [-signal.SIGKILL]
     monkeypatch.setattr(Troubled, "number", 0)
     loop.main(["--resume", str(tmp_path / "part")])
