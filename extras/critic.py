@@ -5,9 +5,11 @@
 token           V_{t,i} is the value head on the state before token i (from 0) of step t, so V_{t,0} is
                 VL-DAC's V(s_t). GAE goes from token to token, and decays by lambda at each of them.
 token-per-step  the same with lambda^(1/R_t), R_t tokens in the response: a step decays as in VL-DAC.
-none            V = 0, at the end of a rollout and at time-outs too, and the value loss teaches nothing.
+none            V = 0, at the end of a rollout and at time-outs too, and there is no value loss. An advantage
+                is then a sum of rewards, and those of a step that timed out or comes later do not count.
 
-It replaces vldac.VLMPolicy, and for values of tokens vldac.add_advantages and vldac.update.
+It replaces vldac.VLMPolicy, and for values of tokens vldac.add_advantages and vldac.update. eval.py shows such
+runs with advantages per step, as it does not know of these.
 """
 
 import random
@@ -32,6 +34,11 @@ class Args(vldac.Args):
 
     critic: Literal["token", "token-per-step", "none"] = "token"
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.critic == "none":
+            self.vf_coef = 0.0
+
 
 class NoCritic(vldac.VLMPolicy):
     """A policy whose values are 0."""
@@ -46,7 +53,7 @@ class TokenCritic(vldac.VLMPolicy):
 
     def __init__(self, args):
         super().__init__(args)
-        self.vlm.model.register_forward_hook(self.keep)
+        self.vlm.model.register_forward_hook(self.keep)  # also called by generate(), where it is not used
 
     def keep(self, model, inputs, output):
         self.hidden = output.last_hidden_state  # (B, P + R, H)
@@ -66,7 +73,7 @@ def token_gae(rewards, values, last_value, dones, timed_out, gamma, decays) -> l
     rewards           (T,)  paid at the last token of a step
     values            T of them, (R_t,), each of the state before a token
     last_value        ()    of the state after the rollout
-    dones, timed_out  (T,)  as in Step; in a step that timed out all advantages are 0
+    dones, timed_out  (T,)  as in Step: a step that timed out is done; all its advantages are 0
     gamma             counts at the end of a step only
     decays            (T,)  lambda per token
     Returns T advantages (R_t,).
@@ -100,6 +107,7 @@ def add_advantages(steps, last_values, args) -> dict[str, float | None]:
     for n in range(N):
         of_player = steps[n::N]
         rewards = torch.tensor([step.reward for step in of_player])
+        # A list for the longest response of a micro-batch: what comes after the last token is not used.
         values = [torch.tensor(step.value[: len(step.tokens)]) for step in of_player]
         dones = torch.tensor([step.done for step in of_player])
         timed_out = torch.tensor([step.timed_out for step in of_player])

@@ -263,8 +263,9 @@ def methods(paths) -> str:
 
 
 def beginning(rows) -> list:
-    """What is known of a run's first three rollouts: in the warm-up LoRA does not learn."""
-    return [[row["episodes"], row["invalid"], row["success"]] for row in rows[1:4]]
+    """What is known of a run's start and first three rollouts: in the warm-up LoRA does not learn."""
+    rollouts = [[row["episodes"], row["invalid"], row["success"]] for row in rows[1:4]]
+    return [rows[0]["eval_success"], *rollouts]
 
 
 def pairs(paths) -> str:
@@ -273,21 +274,30 @@ def pairs(paths) -> str:
     over the run  the mean difference in success averaged over the run, and from what to what
     ahead         in how many pairs it is above 0
     p             exact sign-flip test of that mean
-    UserError if the first three rollouts of a pair differ.
+    UserError if a pair begins differently or is not equally long.
     """
     worlds = {}  # world: method: seed: rows
     for rows in load_rows(paths):
-        methods_of_world = worlds.setdefault(rows[0]["world"], {})
-        methods_of_world.setdefault(rows[0]["method"], {})[int(rows[0]["seed"])] = rows
+        world, method, seed = rows[0]["world"], rows[0]["method"], int(rows[0]["seed"])
+        runs = worlds.setdefault(world, {}).setdefault(method, {})
+        if seed in runs:
+            raise UserError(f"there are two runs of {world}, {method}, seed {seed}")
+        runs[seed] = rows
     lines = [["world", "method", "against", "pairs", "over the run", "ahead", "p"]]
     for world, methods_of_world in worlds.items():
         (first, first_runs), *others = methods_of_world.items()
         for method, runs in others:
             differences = []
             for seed in sorted(runs.keys() & first_runs.keys()):
-                if beginning(runs[seed]) != beginning(first_runs[seed]):
+                pair = [first_runs[seed], runs[seed]]
+                if beginning(pair[0]) != beginning(pair[1]):
                     raise UserError(f"{world}, {method}, seed {seed}: its first three rollouts are others")
-                differences.append(run_of(runs[seed]).mean() - run_of(first_runs[seed]).mean())
+                if pair[0][-1]["step"] != pair[1][-1]["step"]:
+                    raise UserError(f"{world}, {method}, seed {seed}: it is not as long as {first}")
+                one, other = [run_of(rows).mean() for rows in pair]
+                differences.append(other - one)
+            if not differences:
+                raise UserError(f"{world}: {method} and {first} share no seed")
             ahead = sum(difference > 0 for difference in differences)
             p = f"{sign_flip(differences):.2g}"
             lines.append([world, method, first, len(differences), spread(differences), ahead, p])

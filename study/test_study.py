@@ -127,10 +127,22 @@ def test_pairs_of_runs(tmp_path, capsys):
     *_, row = capsys.readouterr().out.splitlines()
     assert row == "| Room | B | A | 2 | 0.037 (0.025 to 0.050) | 2 | 0.5 |"
 
-    path.write_text("\n".join(lines).replace("Room,B,1,3,3,,0.5", "Room,B,1,3,3,,0.25"))
-    with pytest.raises(SystemExit):
-        report.main(["pairs", str(path), "Room/A", "Room/B"])
-    assert "Room, B, seed 1: its first three rollouts are others" in capsys.readouterr().err
+    others = "Room, B, seed 1: its first three rollouts are others"
+    for right, wrong, message in [
+        ("Room,B,1,3,3,,0.5", "Room,B,1,3,3,,0.25", others),
+        ("Room,B,1,,0,,,,0.2", "Room,B,1,,0,,,,0.3", others),
+        ("Room,B,1,4,4", "Room,B,1,4,5", "Room, B, seed 1: it is not as long as A"),
+        ("Room,A", "Room,C", "share no seed"),
+    ]:
+        names = ["Room/A", "Room/B"]
+        text = "\n".join(lines).replace(right, wrong)
+        if wrong == "Room,C":
+            text, names = (
+                text.replace("Room,B,0", "Room,B,8").replace("Room,B,1", "Room,B,9"),
+                ["Room/C", "Room/B"],
+            )
+        path.write_text(text)
+        assert message in refused(["pairs", path, *names], capsys, report.main)
 
 
 @pytest.mark.parametrize("n", [1, 4, 7])
@@ -286,7 +298,8 @@ def test_runs_of_other_critics(tmp_path):
     for kind in ("VL-DAC", "token", "none"):
         main = vldac.main if kind == "VL-DAC" else critic.main
         words = ["--total_timesteps", 40] + (["--critic", kind] if main is critic.main else [])
-        _, logs[kind] = start(tmp_path, model, CORRIDOR, *words, name=kind, main=main)
+        folder, logs[kind] = start(tmp_path, model, CORRIDOR, *words, name=kind, main=main)
+        assert (vldac.load_args(folder).vf_coef == 0) == (kind == "none")  # eval.py shows no critic there
     collected = {}
     for kind, rows in logs.items():
         assert [row["losses/ratio_first"] for row in rows[1:]] == [0.0] * 5
