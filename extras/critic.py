@@ -5,11 +5,11 @@
 token           V_{t,i} is the value head on the state before token i (from 0) of step t, so V_{t,0} is
                 VL-DAC's V(s_t). GAE goes from token to token, and decays by lambda at each of them.
 token-per-step  the same with lambda^(1/R_t), R_t tokens in the response: a step decays as in VL-DAC.
-none            V = 0, at the end of a rollout and at time-outs too, and there is no value loss. An advantage
-                is then a sum of rewards, and those of a step that timed out or comes later do not count.
+none            V = 0, and there is no value loss: an advantage is a discounted sum of the rewards that follow
+                in the rollout, and a step that timed out adds 0.
 
-It replaces vldac.VLMPolicy, and for values of tokens vldac.add_advantages and vldac.update. eval.py shows such
-runs with advantages per step, as it does not know of these.
+It replaces vldac.VLMPolicy, and for values of tokens vldac.add_advantages and vldac.update. (The page that
+eval.py makes of a run has advantages per step.)
 """
 
 import random

@@ -132,17 +132,10 @@ def test_pairs_of_runs(tmp_path, capsys):
         ("Room,B,1,3,3,,0.5", "Room,B,1,3,3,,0.25", others),
         ("Room,B,1,,0,,,,0.2", "Room,B,1,,0,,,,0.3", others),
         ("Room,B,1,4,4", "Room,B,1,4,5", "Room, B, seed 1: it is not as long as A"),
-        ("Room,A", "Room,C", "share no seed"),
+        ("Room,B,", "Room,B,9", "Room: B and A share no seed"),
     ]:
-        names = ["Room/A", "Room/B"]
-        text = "\n".join(lines).replace(right, wrong)
-        if wrong == "Room,C":
-            text, names = (
-                text.replace("Room,B,0", "Room,B,8").replace("Room,B,1", "Room,B,9"),
-                ["Room/C", "Room/B"],
-            )
-        path.write_text(text)
-        assert message in refused(["pairs", path, *names], capsys, report.main)
+        path.write_text("\n".join(lines).replace(right, wrong))
+        assert message in refused(["pairs", path, "Room/A", "Room/B"], capsys, report.main)
 
 
 @pytest.mark.parametrize("n", [1, 4, 7])
