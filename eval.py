@@ -75,31 +75,22 @@ def mcnemar(won, lost):
     return min(1.0, 2 * tail / 2 ** (won + lost))
 
 
-def summarize(episodes) -> dict:
-    """Every figure of a result, from its episodes."""
-    result = vldac.summary(episodes)
-    successes = sum(episode["success"] is True for episode in episodes)
-    if result["success_rate"] is not None:
-        result["interval"] = wilson(successes, len(episodes))
-    return result
-
-
 def result_line(result) -> str:
     """A result in a line.
 
     >>> episodes = [{"seed": 0, "success": True, "return": 1.0, "length": 4, "invalid": 1}] * 2
     >>> result = {"player": "start", "mode": "greedy", "task": {"env": "OneRoom"}, "episodes": episodes}
-    >>> result_line(result | {"summary": summarize(episodes)})
+    >>> result_line(result | {"summary": vldac.summary(episodes)})
     'OneRoom, start, greedy, 2 episodes: success 1.000 (0.342-1.000), return 1.000, length 4.0'
     """
-    summary = result["summary"]
-    success = "no success flag"
-    if summary["success_rate"] is not None:
-        low, high = summary["interval"]
-        success = f"success {summary['success_rate']:.3f} ({low:.3f}-{high:.3f})"
+    summary, n = result["summary"], len(result["episodes"])
+    success, rate = "no success flag", summary["success_rate"]
+    if rate is not None:
+        low, high = wilson(rate * n, n)
+        success = f"success {rate:.3f} ({low:.3f}-{high:.3f})"
     player = ", ".join(filter(None, [result["player"], result["mode"]]))
     return (
-        f"{result['task']['env']}, {player}, {len(result['episodes'])} episodes: {success}, "
+        f"{result['task']['env']}, {player}, {n} episodes: {success}, "
         f"return {summary['episodic_return']:.3f}, length {summary['episodic_length']:.1f}"
     )
 
@@ -112,12 +103,8 @@ class Moment:
     """A step of a recorded episode."""
 
     image: bytes  # what was seen
-    response: str
+    step: vldac.Step  # without its prompt; its value is the critic's
     tokens: list[tuple[str, float]]  # of the response: text and probability
-    action: str | None
-    reward: float
-    timed_out: bool
-    value: float | None  # the critic's, before the step; None if there is no critic
 
 
 @dataclass
@@ -128,11 +115,9 @@ class Recording:
     last_image: bytes = b""
     result: dict | None = None
 
-    def outcome(self):
-        """In words, and a colour."""
-        if self.result["success"] is None:
-            return "no success flag", "gray"
-        return ("success", "green") if self.result["success"] else ("failure", "red")
+
+# By the flag: in words, and a colour.
+OUTCOMES = {True: ("success", "green"), False: ("failure", "red"), None: ("no success flag", "gray")}
 
 
 def picture(frame) -> bytes:
@@ -154,11 +139,9 @@ def recorded(play, recordings):
             texts = [policy.tokenizer.decode(token) for token in step.tokens]
             probabilities = logprobs[i].exp().tolist()
             tokens = list(zip(texts, probabilities, strict=False))  # the rest is padding
-            value = values[i].item() if policy.args.vf_coef > 0 else None  # without it there is no critic
-            image = picture(frames[i])
-            moment = Moment(image, step.text, tokens, step.action, step.reward, step.timed_out, value)
+            kept = dataclasses.replace(step, prompt={}, value=values[i].item())
             recording = recordings.setdefault(player.seed, Recording([]))
-            recording.moments.append(moment)
+            recording.moments.append(Moment(picture(frames[i]), kept, tokens))
             if step.done:
                 recording.last_image = picture(player.observations[-1]["image"])
                 recording.result = player.result()
@@ -197,6 +180,9 @@ def make_result(command, args, checkpoint=None, recordings=None):
 
     checkpoint  the folder of the run whose checkpoint.pt has the weights; None: those of --adapter, or none
     """
+    vldac.check_args(args, update=False)
+    if command == "model" and args.model == "tiny":
+        raise UserError("a toy belongs to a run: eval.py start runs/NAME, or give a --model")
     envs.check_world(vldac.Player(args).env)
     result = {"player": command, "mode": None, "model": None, "weights": None, "seed": args.seed}
     if command in ("random", "hint"):
@@ -219,7 +205,7 @@ def make_result(command, args, checkpoint=None, recordings=None):
     result["task"] = {name: getattr(args, name) for name in TASK}
     result["task"]["max_episode_steps"] = players[0].info["left"]  # the limit that holds
     episodes = vldac.evaluate(policy, players, range(args.episodes), play)
-    return result | {"summary": summarize(episodes), "episodes": episodes}
+    return result | {"summary": vldac.summary(episodes), "episodes": episodes}
 
 
 # ------------------------------------------------------------------------------------- a page about a run
@@ -301,36 +287,26 @@ def colored(tokens) -> str:
     return "".join(parts)
 
 
-def strip(seed, recording, gamma, gae_lambda) -> str:
+def strip(seed, recording) -> str:
     """An episode, step by step."""
-    moments = recording.moments
-    advantages = [None] * len(moments)
-    if moments[0].value is not None:
-        rewards = torch.tensor([[moment.reward] for moment in moments])  # (T, 1)
-        values = torch.tensor([[moment.value] for moment in moments])  # (T, 1)
-        dones = torch.zeros(len(moments), 1)
-        dones[-1] = 1
-        if moments[-1].timed_out:
-            rewards[-1] = values[-1]  # as vldac.add_advantages has it
-        advantages, _ = vldac.gae(rewards, values, torch.zeros(1), dones, gamma, gae_lambda)
-        advantages = advantages[:, 0].tolist()
     cards = []
-    for number, (moment, advantage) in enumerate(zip(moments, advantages, strict=True), 1):
-        critic = "" if advantage is None else f"<br>V {moment.value:.2f}, A {advantage:+.2f}"
+    for number, moment in enumerate(recording.moments, 1):
+        step = moment.step
+        critic = "" if step.ret is None else f"<br>V {step.value:.2f}, A {step.ret - step.value:+.2f}"
         source = "data:image/webp;base64," + base64.b64encode(moment.image).decode()
         cards.append(
-            f'<figure class="{"" if moment.action else "bad"}"><img alt="" src="{source}">'
+            f'<figure class="{"" if step.action else "bad"}"><img alt="" src="{source}">'
             f"<small>{colored(moment.tokens)}</small><br>"
-            f"<b>{html.escape(moment.action or '(no admissible action)')}</b><br>"
-            f"<small>step {number}, reward {moment.reward:.2f}{critic}</small></figure>"
+            f"<b>{html.escape(step.action or '(no admissible action)')}</b><br>"
+            f"<small>step {number}, reward {step.reward:.2f}{critic}</small></figure>"
         )
-    outcome, _ = recording.outcome()
     result = recording.result
+    outcome, _ = OUTCOMES[result["success"]]
     heading = f"Seed {seed}: {outcome}, return {result['return']:.2f}, {result['length']} steps"
     return f'<h3>{heading}</h3><div class="strip">{"".join(cards)}</div>'
 
 
-def page(folder, result, recordings) -> str:
+def page(folder, args, result, recordings) -> str:
     """One self-contained page about a run: options, curves, evaluations, and episodes, failures first."""
     rows, options = load_log(folder)
     charts, evaluations = [], []
@@ -345,9 +321,9 @@ def page(folder, result, recordings) -> str:
                 cells.append(f"{key[5:].replace('_', ' ')} {x:.3g}")
         if cells:
             evaluations.append(f"<tr><td>after {row['global_step']:,} steps<td>" + "<td>".join(cells))
-    moments = [moment for recording in recordings.values() for moment in recording.moments]
-    critic = any(moment.value is not None for moment in moments)
-    discounts = {name: options[name] for name in ("gamma", "gae_lambda")}
+    steps = [moment.step for recording in recordings.values() for moment in recording.moments]
+    if args.vf_coef > 0:  # else there is no critic
+        vldac.add_advantages(steps, torch.zeros(1), args)  # as of one player; each episode has its end
     won = [seed for seed in sorted(recordings) if recordings[seed].result["success"] is True]
     lost = [seed for seed in sorted(recordings) if seed not in won]
     return PAGE.format(
@@ -356,8 +332,8 @@ def page(folder, result, recordings) -> str:
         charts="".join(charts) or "no update is finished yet",
         evaluations="".join(evaluations) or "<tr><td>none",
         played=html.escape(f"{result_line(result)}; weights: {result['weights']}"),
-        critic=CRITIC.format(**options) if critic else "",
-        strips="".join(strip(seed, recordings[seed], **discounts) for seed in lost[:5] + won[:3]),
+        critic=CRITIC.format(**vars(args)) if args.vf_coef > 0 else "",
+        strips="".join(strip(seed, recordings[seed]) for seed in lost[:5] + won[:3]),
     )
 
 
@@ -411,11 +387,13 @@ def make_curve(world, method, steps, before, rates) -> Curve:
     rates   of the updates; None until every environment has ended an episode. Until then `before` counts, or
             else the first rate.
     """
+    rates = [before, *rates]
     known = [rate for rate in rates if rate is not None]
-    if not known and (rates or before is None):
+    if not known:
         raise UserError(f"{world}, {method}: there is no success rate yet")
-    start = known[0] if before is None else before
-    filled = [start] + [start if rate is None else rate for rate in rates]
+    filled = []
+    for rate in rates:
+        filled.append(known[0] if rate is None else rate)
     return Curve(world, method, np.array(steps), np.array(filled))
 
 
@@ -522,7 +500,6 @@ def options_of_run(command, folder, argv):
     if command == "page":
         saved.episodes = saved.eval_episodes or 20
     args = vldac.parse_args(argv, Args, program="eval", defaults=vars(saved))
-    vldac.check_args(args, update=False)
     if command == "start" or (command == "run" and args.adapter != saved.adapter):
         return args, None
     if args.adapter != saved.adapter:
@@ -530,15 +507,6 @@ def options_of_run(command, folder, argv):
     if not Path(folder, "checkpoint.pt").exists():
         raise UserError(f"{folder} has saved nothing yet: there is no checkpoint.pt")
     return args, folder
-
-
-def options_of_model(command, argv):
-    """The options of an evaluation without a run: what is typed, else those of vldac.py."""
-    args = vldac.parse_args(argv, Args, program="eval")
-    vldac.check_args(args, update=False)
-    if command == "model" and args.model == "tiny":
-        raise UserError("a toy belongs to a run: eval.py start runs/NAME, or give a --model")
-    return args
 
 
 def report(result, args, folder, content=None):
@@ -563,13 +531,13 @@ def main(argv=None):
                 args, checkpoint = options_of_run(command, Path(folder), options)
                 report(make_result(command, args, checkpoint), args, Path(folder, "eval"))
             case ["model" | "random" | "hint" as command, *options]:
-                args = options_of_model(command, options)
+                args = vldac.parse_args(options, Args, program="eval")
                 report(make_result(command, args), args, Path("results"))
             case ["page", folder, *options]:
                 args, checkpoint = options_of_run("page", Path(folder), options)
                 recordings = {}
                 result = make_result("run", args, checkpoint, recordings)
-                report(result, args, Path(folder), page(Path(folder), result, recordings))
+                report(result, args, Path(folder), page(Path(folder), args, result, recordings))
             case ["compare", a, b]:
                 print(compare(a, b))
             case ["plot", *paths, "--out", out] if paths:

@@ -811,15 +811,8 @@ def processor_class(path):
 def load_processor(path, max_image_tokens):
     """A model's processor: chat template, tokenizer, images (as large as max_image_tokens allows)."""
     cls = processor_class(path)
-
-    class ImagesAndText(cls):
-        """AutoProcessor would load video processors too, which need torchvision. Here they may be None."""
-
-        def check_argument_for_proper_class(self, name, argument):
-            if argument is not None:
-                super().check_argument_for_proper_class(name, argument)
-
-    ImagesAndText.__name__ = cls.__name__  # the name is looked up in the processor's configuration
+    # AutoProcessor would load video processors too, which need torchvision. Here they are None.
+    cls.check_argument_for_proper_class = lambda *_: None
     # One backend by name: else pixels depend on whether torchvision is installed.
     images = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
     if hasattr(images, "merge_size"):  # Qwen, GLM: a token is merge_size^2 patches; "edges" count pixels
@@ -834,7 +827,7 @@ def load_processor(path, max_image_tokens):
     parts = {"image_processor": images, "tokenizer": tokenizer}
     all_parts = [parts.get(name) for name in cls.get_attributes()]
     settings, _ = cls.get_processor_dict(path)
-    processor = ImagesAndText.from_args_and_dict(all_parts, settings)
+    processor = cls.from_args_and_dict(all_parts, settings)
     # One tile per frame:
     if hasattr(images, "crop_to_patches"):  # InternVL
         processor.images_kwargs = {"crop_to_patches": False}
@@ -908,8 +901,7 @@ def add_lora(vlm, args: Args) -> PeftModel:
             module.cast_input_dtype_enabled = False
     if args.gradient_checkpointing:
         vlm.activation_checkpointing_enable()
-        # The call above also makes inputs require gradients. Only reentrant checkpointing needs that, and the
-        # frozen vision tower would be backpropagated.
+        # Else inputs would require gradients, and the frozen vision tower would be backpropagated.
         vlm.disable_input_require_grads()
     return model
 
@@ -947,8 +939,8 @@ class Generation:
 
     The pass has thousands of small kernels, and to launch them one by one takes several times as long as they
     run. A graph is launched as a whole. But it repeats what was recorded, in the same memory and without
-    Python: so inputs are copied to where they were, the cache of keys and values has a fixed size, and a
-    batch with fewer prompts is filled up.
+    Python: so inputs are copied to where they were, the cache of keys and values has a fixed size, and for a
+    batch of another size all is made anew.
     """
 
     def __init__(self, vlm, recorded):
@@ -958,9 +950,8 @@ class Generation:
         self.forget()
 
     def forget(self):
-        """Drop the cache and the graph, so that the next batch sets their size."""
-        self.batch_size = self.length = 0
-        self.cache = self.graph = self.inputs = self.output = None
+        """Drop the cache and the graph."""
+        self.size = self.cache = self.graph = self.inputs = self.output = None
 
     def __call__(self, **inputs):
         """From prompts (B, P) to prompts with their responses (B, P + R)."""
@@ -968,29 +959,16 @@ class Generation:
             return self.vlm.generate(**inputs)
         B, P = inputs["input_ids"].shape
         length = P + self.vlm.generation_config.max_new_tokens
-        if B > self.batch_size or length > self.length:
-            self.enlarge(B, length)
+        length = math.ceil(length / 64) * 64  # so that it seldom changes
+        if (B, length) != self.size:
+            self.forget()  # first, so that there is never memory for both
+            self.size, self.cache = (B, length), StaticCache(self.vlm.config, length)
+            for i, layer in enumerate(self.cache.layers):
+                # Gemma's sliding layers count in Python. The mask hides what is outside of their window, too.
+                if type(layer) is StaticSlidingWindowLayer:
+                    self.cache.layers[i] = StaticLayer(length)
         self.cache.reset()
-        # What fills up is prompts of one token, whose responses stop after their first.
-        for key in PER_TOKEN & inputs.keys():
-            inputs[key] = nn.functional.pad(inputs[key], (0, 0, 0, self.batch_size - B))
-        inputs["input_ids"][B:] = inputs["input_ids"][0, -1]  # no placeholder of an image
-        inputs["attention_mask"][B:, -1] = 1
-        fills_up = torch.arange(self.batch_size, device=self.vlm.device) >= B
-        stop = [lambda *_: fills_up]
-        return self.vlm.generate(**inputs, past_key_values=self.cache, stopping_criteria=stop)[:B]
-
-    def enlarge(self, batch_size, length):
-        """Make a cache for so many responses and tokens, and for as many as the old one at least."""
-        batch_size, length = max(batch_size, self.batch_size), max(length, self.length)
-        self.forget()  # first, so that there is never memory for both
-        self.batch_size = batch_size
-        self.length = math.ceil(length / 64) * 64  # so that it seldom grows
-        self.cache = StaticCache(self.vlm.config, self.length)
-        for i, layer in enumerate(self.cache.layers):
-            # Gemma's sliding layers count in Python. The mask hides what is outside of their window, too.
-            if type(layer) is StaticSlidingWindowLayer:
-                self.cache.layers[i] = StaticLayer(self.length)
+        return self.vlm.generate(**inputs, past_key_values=self.cache)
 
     def decode_token(self, **inputs):
         """The forward pass for one more token of every response."""
@@ -1087,11 +1065,7 @@ def players_at_once(args: Args, episodes) -> int:
 
 
 def evaluate(policy, players, seeds, play=None) -> list[dict]:
-    """An episode on each seed, played as in training: a dict each, by seed.
-
-    play  plays a step of every player, in the place of `act`
-    """
-    play = play or act
+    """An episode on each seed, played by `act` as in training, or by another `play`: a dict each, by seed."""
     set_seed(players[0].args.seed)
     waiting = list(seeds)[RANK::WORLD_SIZE]  # the processes share the seeds
     total = len(waiting)
@@ -1102,7 +1076,7 @@ def evaluate(policy, players, seeds, play=None) -> list[dict]:
         player.reset(waiting.pop(0))
     episodes = []
     while playing:
-        steps = play(policy, playing)
+        steps = (play or act)(policy, playing)
         for player, step in zip(list(playing), steps, strict=True):
             if step.done:
                 episodes.append(player.result())
@@ -1138,9 +1112,7 @@ def evaluate_for_log(policy, players) -> dict[str, float | None]:
     args = policy.args
     if args.eval_episodes == 0:
         return {}
-    policy.generate.forget()  # an evaluation may have larger batches than training, or smaller
     episodes = evaluate(policy, players, range(args.eval_episodes))
-    policy.generate.forget()
     return {f"eval/{name}": x for name, x in summary(episodes).items()}
 
 
@@ -1294,10 +1266,9 @@ def trainable_weights(policy) -> dict[str, torch.Tensor]:
 def save_checkpoint(folder: Path, policy, optimizer, players, **state):
     """checkpoint.pt: all that a run needs to go on, replaced in one piece."""
     names = ("seed", "actions", "episode")
-    all_players = gather([{name: getattr(player, name) for name in names} for player in players])
+    state["players"] = gather([{name: getattr(player, name) for name in names} for player in players])
     if RANK > 0:
         return
-    state["players"] = all_players
     state["weights"] = trainable_weights(policy)
     state["optimizer"] = optimizer.state_dict()
     state["log_bytes"] = (folder / "log.jsonl").stat().st_size
@@ -1494,8 +1465,7 @@ def toy_folder(args: Args) -> str:
     if not script.exists():
         raise envs.UserError(f"the toy model needs {script}; without it, give a --model")
     command = [sys.executable, str(script), json.dumps(vars(args))]
-    alone = os.environ | {"WORLD_SIZE": "1"}  # where torchrun has set another
-    done = subprocess.run(command, env=alone, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.splitlines()[-1]
 
 

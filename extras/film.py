@@ -33,14 +33,14 @@ def panel(title, recording, k):
     number = min(k + 1, len(recording.moments))
     if k < len(recording.moments):
         moment = recording.moments[k]
-        frame = moment.image
-        thought = thought_of(moment.response)
-        action = moment.action or "(no admissible action)"
-        color = "blue" if moment.action else "red"
+        frame, step = moment.image, moment.step
+        thought = thought_of(step.text)
+        action = step.action or "(no admissible action)"
+        color = "blue" if step.action else "red"
     else:
         frame = recording.last_image
         thought = f"return {recording.result['return']:.2f}"
-        action, color = recording.outcome()
+        action, color = evaluation.OUTCOMES[recording.result["success"]]
     image = Image.open(io.BytesIO(frame))
     height = round(420 * image.height / image.width)
     canvas = Image.new("RGB", (430, height + 175), "white")
