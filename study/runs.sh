@@ -139,8 +139,8 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   local room=study.worlds:OneRoomS6
   each OneRoomS6NoHints VL-DAC "$all" $vldac --env ${room}NoHints-v0 --total_timesteps 51200
   each OneRoomS6NoHintsNoise VL-DAC "$few" $vldac --env ${room}NoHintsNoise-v0 --total_timesteps 51200
-  each OneRoomS6FastNoHints VL-DAC "$few" $vldac --env ${room}FastNoHints-v0 --total_timesteps 10240
   each OneRoomS6NoHints taught "$all" $vldac --env ${room}NoHints-v0 $one_update
+  each OneRoomS6FastNoHints VL-DAC "$few" $vldac --env ${room}FastNoHints-v0 --total_timesteps 10240
   each OneRoomS6FastNoHints taught "$few" $vldac --env ${room}FastNoHints-v0 $one_update
   for world in OneRoom NumberLine; do
     each ${world}NoHints taught "$few" $vldac --env study.worlds:${world}NoHints-v0 $one_update
