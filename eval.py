@@ -83,8 +83,10 @@ def result_line(result) -> str:
     >>> result_line(result | {"summary": vldac.summary(episodes)})
     'OneRoom, start, greedy, 2 episodes: success 1.000 (0.342-1.000), return 1.000, length 4.0'
     """
-    summary, n = result["summary"], len(result["episodes"])
-    success, rate = "no success flag", summary["success_rate"]
+    summary = result["summary"]
+    n = len(result["episodes"])
+    rate = summary["success_rate"]
+    success = "no success flag"
     if rate is not None:
         low, high = wilson(rate * n, n)
         success = f"success {rate:.3f} ({low:.3f}-{high:.3f})"

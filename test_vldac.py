@@ -2143,9 +2143,13 @@ def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path):
         heading = re.match(r"Seed (\d+): (success|failure), return (\S+), (\d+) steps", strip)
         outcomes.append(heading[2])
         rewards = [float(x) for x in re.findall(r"reward ([-.\d]+)", strip)]
-        *_, (V, A) = re.findall(r"V (\S+?), A (\S+?)<", strip)
+        critic = [(float(V), float(A)) for V, A in re.findall(r"V (\S+?), A (\S+?)<", strip)]
+        V, A = critic[-1]
         timed_out = strip.count("(no admissible action)") == len(rewards)  # any action would have ended it
-        assert float(A) == pytest.approx(0.0 if timed_out else rewards[-1] - float(V), abs=0.016)
+        assert A == pytest.approx(0.0 if timed_out else rewards[-1] - V, abs=0.016)
+        for reward, (V, A), (next_V, next_A) in zip(rewards, critic, critic[1:], strict=False):
+            expected = reward + 0.99 * next_V - V + 0.99 * 0.95 * next_A
+            assert A == pytest.approx(expected, abs=0.03)  # of figures with two digits
         assert len(rewards) == strip.count("data:image/webp;base64,") == int(heading[4])
         assert sum(rewards) == pytest.approx(float(heading[3]))
     assert set(outcomes) == {"success", "failure"} and len(outcomes) <= 8

@@ -811,7 +811,8 @@ def processor_class(path):
 def load_processor(path, max_image_tokens):
     """A model's processor: chat template, tokenizer, images (as large as max_image_tokens allows)."""
     cls = processor_class(path)
-    # AutoProcessor would load video processors too, which need torchvision. Here they are None.
+    # AutoProcessor would load video processors too, which need torchvision. Here they are None, which this
+    # check would refuse.
     cls.check_argument_for_proper_class = lambda *_: None
     # One backend by name: else pixels depend on whether torchvision is installed.
     images = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
@@ -962,7 +963,8 @@ class Generation:
         length = math.ceil(length / 64) * 64  # so that it seldom changes
         if (B, length) != self.size:
             self.forget()  # first, so that there is never memory for both
-            self.size, self.cache = (B, length), StaticCache(self.vlm.config, length)
+            self.size = (B, length)
+            self.cache = StaticCache(self.vlm.config, length)
             for i, layer in enumerate(self.cache.layers):
                 # Gemma's sliding layers count in Python. The mask hides what is outside of their window, too.
                 if type(layer) is StaticSlidingWindowLayer:

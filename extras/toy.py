@@ -175,7 +175,8 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
     examples = play(args, count, args.seed)
     held_out = play(args, min(512, count), args.seed + 1)
     if all(example.caption == FIXED_THOUGHT for example in examples):  # there is little to learn
-        examples, steps = examples[:1500], min(steps, 100)
+        examples = examples[:1500]
+        steps = min(steps, 100)
     texts = [example.turn[0] for example in examples[:500]]
     tokenizer = build_tokenizer(texts, [example.response(rng) for example in examples[:2000]])
     pixels = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * args.max_image_tokens}

@@ -79,7 +79,7 @@ run() { # WORLD METHOD SEED PROGRAM OPTIONS...: into runs/final/WORLD-METHOD-SEE
   fi
   if [ "$method" = taught ]; then # of which only the start counts, so that it has one row
     for mode in sampled greedy; do
-      if [[ $world$mode == *NoHintsgreedy ]]; then continue; fi # the likeliest tokens were the wrong question
+      if [[ $mode == greedy && $world == *NoHints ]]; then continue; fi # the likeliest tokens were the wrong question
       python eval.py start "$folder" --episodes 200 --mode $mode --out "$folder/$mode.json" >> "$folder.txt" 2>&1
     done
     python study/likeliest.py "$folder" > "$folder/likeliest.json" 2>> "$folder.txt"

@@ -58,8 +58,9 @@ class LongOneRoom(MiniWorld):
         return f"{super().caption()} {' '.join(words)}"
 
 
-for room in ("OneRoom", "OneRoomS6", "OneRoomS6Fast"):
-    for world in (NoHints, Noise, NoHintsNoise):
-        gym.register(f"{room}{world.__name__}-v0", world, kwargs={"name": room})
+ROOMS = [("OneRoom", NoHints), ("OneRoom", Noise)]
+ROOMS += [("OneRoomS6", NoHints), ("OneRoomS6", NoHintsNoise), ("OneRoomS6Fast", NoHints)]
+for room, world in ROOMS:
+    gym.register(f"{room}{world.__name__}-v0", world, kwargs={"name": room})
 for world in (NumberLineNoHints, LongOneRoom):
     gym.register(f"{world.__name__}-v0", world)
