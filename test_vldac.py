@@ -1884,6 +1884,7 @@ WRONG = {
     "--model text": "--model text: it takes no images",
     "--model text --gamma 2": "--gamma must be between 0 and 1; --model text: it takes no images",
     "--adapter nowhere": "adapter_config.json",
+    "--adapter trained": "--adapter needs that run's base/ as --model",
     "--gam 1": "--gam",
     "--gamma 1.5": "--gamma must be between 0 and 1",
     "--learning_rate nan": "--learning_rate must be above 0",
@@ -1908,6 +1909,8 @@ def test_wrong_invocations(words, tmp_path, capsys, monkeypatch):
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path / "text")
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "args.json").write_text('{"env": "Number')
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32}')
     monkeypatch.setattr(vldac, "VLMPolicy", lambda args: pytest.fail("a model was loaded"))
     before = files(tmp_path)
     assert WRONG[words] in refused(["--device", "cpu", "--env", "NumberLine", *words.split()], capsys)

@@ -21,7 +21,7 @@ and (B,) are per environment step, (B, R) per token. "Deviation n" says where th
 or its released code, and why.
 Where to begin: the loop of `train`, which calls `collect`, `make_minibatches`, `score`, `add_advantages` and
 `update`. They, and the losses, the advantages and the policy that they use, stand above it; what is left,
-below: loading a model, processes, evaluation, log and checkpoint, options.
+below: loading a model, decoding by a CUDA graph, processes, evaluation, log and checkpoint, options.
 Without a GPU the model is a toy, a tiny VLM that extras/toy.py first teaches to see and to speak by
 imitation, so that one can watch the algorithm on a laptop.
 
@@ -91,14 +91,14 @@ class Args:
 
     env: str = "OneRoom"  # a world of envs.py, a Gymnasium id, or module:id (of your own, say)
     model: str | None = None  # hub name, folder or "tiny", the toy; default: Qwen2-VL-7B with CUDA, else tiny
-    adapter: str | None = None  # folder of a trained adapter to start from
+    adapter: str | None = None  # folder of a trained adapter to start from, with a new value head
     split: Literal["train", "eval"] = "train"  # which games or goals, in worlds that have a fixed set of them
     seed: int = 0
     device: str | None = None  # default: cuda where there is one, else cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the base; auto: bfloat16 on a GPU that has it
     # rollout
     total_timesteps: int = 51_200  # environment steps
-    num_envs: int = 16
+    num_envs: int = 16  # of all processes
     num_steps: int = 32  # environment steps of each environment per update
     max_episode_steps: int | None = None  # default: the world's own limit
     invalid_reward: float | None = None  # for a response without admissible action; default: the world's own
@@ -128,8 +128,8 @@ class Args:
     value_hidden: list[int] = field(default_factory=lambda: [3072, 2048])  # widths in the value head
     gradient_checkpointing: bool = False  # slower, but saves most of the memory for activations
     # the run
-    eval_episodes: int = 50  # on fixed seeds, before training and after (the best adapter: best/); 0: none
-    eval_every: int = 0  # updates between further such evaluations
+    eval_episodes: int = 50  # on fixed seeds, before training and after; 0: none
+    eval_every: int = 0  # updates between further such evaluations; best/ has the best adapter they saw
     run_name: str | None = None
     runs_dir: str = "runs"
     resume: str | None = None  # the folder of a run to continue
@@ -371,7 +371,7 @@ class VLMPolicy(nn.Module):
         bf16 = args.dtype == "bfloat16"
         self.autocast = torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=bf16)
         one_gpu = args.device.startswith("cuda") and WORLD_SIZE == 1
-        self.generate = Generation(vlm, recorded=args.cuda_graph and one_gpu)
+        self.generate = Generation(vlm, recorded=args.cuda_graph and one_gpu)  # vlm.generate, unless recorded
 
         # Deviation 7: sampled at temperature 1 from the whole vocabulary. The released code has top_k 1, that
         # is, argmax: nothing is explored, and PPO's ratio is not that of the policy that acted. The model's
@@ -458,7 +458,7 @@ class VLMPolicy(nn.Module):
         with self.autocast:
             hidden = self.vlm.model(**inputs, use_cache=False).last_hidden_state  # (B, P + R, H)
             lm_head = self.vlm.get_output_embeddings()
-            logits = lm_head(hidden[:, P - 1 : -1])  # (B, R, vocabulary), each from the token before
+            logits = lm_head(hidden[:, P - 1 : P - 1 + R])  # (B, R, vocabulary), each from the token before
         # Deviation 8: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16:
         # log(0.01) = -4.6 in steps of 0.03, beside a clip range of 0.1. The logits stay in bfloat16, as the
         # hidden states are in it already.
@@ -628,7 +628,7 @@ def score(policy, minibatches):
         for step, padded, value in zip(micro, logprobs, values.tolist(), strict=True):
             step.logprobs = padded[: len(step.tokens)]
             step.value = value
-    with policy.peft_model.disable_adapter():  # which walks through the whole model, so only once
+    with policy.peft_model.disable_adapter():  # it visits every module, so only once
         for micro in itertools.chain(*minibatches):
             baselogprobs, _, _ = policy([step.prompt for step in micro], [step.tokens for step in micro])
             for step, padded in zip(micro, baselogprobs, strict=True):
@@ -651,7 +651,7 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     timed_out = torch.tensor([step.timed_out for step in steps]).view(-1, N)
     # Deviation 12: at a time-out V(s_t) takes the place of the reward, and the steps before bootstrap from
     # it; the released code has this in MiniWorld only. Why: MiniWorld's -1 at a time-out says little about
-    # the last actions, and made learning slower, also when gamma V(s_t+1) was added to it (docs/details.md).
+    # the last actions, and learning from it was slower in one of three planned tests (docs/details.md).
     rewards = torch.where(timed_out, values, rewards)
     last_values = last_values.cpu()
     advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
@@ -770,6 +770,7 @@ def train(args: Args, folder: Path):
         times = [time.perf_counter()]
         steps, last_prompts, episodes = collect(policy, players, args)
         times.append(time.perf_counter())
+        # Drawn before they are scored, so that a step is scored and trained in the same batch.
         minibatches = make_minibatches(steps, args)  # of the same Step objects
         score(policy, minibatches)
         stats = add_advantages(steps, policy.values(last_prompts), args)
@@ -841,7 +842,7 @@ def load_processor(path, max_image_tokens):
 
 def load_vlm(args: Args):
     """The pretrained model. UserError if its folder lacks weights: they would be random."""
-    # On an H100, torch 2.13 prefers cuDNN's attention, whose gradient is NaN for masked batches of some
+    # On H100 and H200, torch prefers cuDNN's attention, whose gradient is NaN for masked batches of some
     # lengths (github.com/pytorch/pytorch/issues/196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     options = {"dtype": getattr(torch, args.dtype), "output_loading_info": True}
@@ -1440,6 +1441,7 @@ def check_args(args: Args, update=True):
         steps = args.num_envs * args.num_steps
         rollout = f"num_envs * num_steps = {steps}"
         processes = f"a multiple of the {WORLD_SIZE} processes"
+        fits = args.model != "tiny" or not args.adapter
         rules |= {
             f"{rollout} must be at least 2, or no advantage can be normalised": steps >= 2,
             f"{rollout} must be at most --total_timesteps": steps <= args.total_timesteps,
@@ -1447,6 +1449,7 @@ def check_args(args: Args, update=True):
             f"--num_envs must be {processes}": args.num_envs % WORLD_SIZE == 0,
             f"--minibatch_size must be {processes}": args.minibatch_size % WORLD_SIZE == 0,
             "--track needs Weights & Biases: pip install wandb": not args.track or find_spec("wandb"),
+            "a toy is taught for its run: --adapter needs that run's base/ as --model": fits,
         }
     problems = [rule for rule, holds in rules.items() if not holds]
     if update and args.model != "tiny":
