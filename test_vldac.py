@@ -1891,6 +1891,7 @@ WRONG = {
     "--temperature 0 --clip_coef -1": "--temperature must be above 0; --clip_coef must be above 0",
     "--num_envs 0": "--num_envs must be above 0",
     "--value_hidden 64 0": "--value_hidden must be above 0",
+    "--seed 4294967296": "--seed must be below 2^32",
     "--num_envs 1 --num_steps 1 --minibatch_size 1": "1 must be at least 2",
     "--minibatch_size 100": "512 must be a multiple of --minibatch_size",
     "--total_timesteps 5": "at most --total_timesteps",

@@ -1428,6 +1428,7 @@ def check_args(args: Args, update=True):
         "--gamma must be between 0 and 1": 0 <= args.gamma <= 1,
         "--gae_lambda must be between 0 and 1": 0 <= args.gae_lambda <= 1,
         "--value_hidden must be above 0": all(width > 0 for width in args.value_hidden),
+        "--seed must be below 2^32": args.seed < 2**32,
         "--device must be cpu, mps or cuda": re.fullmatch(r"(cpu|mps|cuda)(:\d+)?", args.device),
         "--device must have no number: each process has its GPU": WORLD_SIZE == 1 or ":" not in args.device,
         f"--device {args.device}: PyTorch {torch.__version__} finds no GPU; --device cpu?": device_found,
