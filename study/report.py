@@ -313,6 +313,10 @@ COLORS = {
     "RL4VLM-0.2": "C4",
     "RL4VLM-0.35": "C5",
     "RL4VLM-1": "C6",
+    "VL-DAC-again": "C0",
+    "critic-token": "C1",
+    "critic-token-per-step": "C2",
+    "critic-none": "C3",
 }
 
 
