@@ -129,7 +129,7 @@ class Args:
     gradient_checkpointing: bool = False  # slower, but saves most of the memory for activations
     # the run
     eval_episodes: int = 50  # on fixed seeds, before training and after; 0: none
-    eval_every: int = 0  # updates between further such evaluations; best/ has the best adapter they saw
+    eval_every: int = 0  # updates between further ones; best/ has the best adapter, the first one left out
     run_name: str | None = None
     runs_dir: str = "runs"
     resume: str | None = None  # the folder of a run to continue
@@ -812,8 +812,8 @@ def processor_class(path):
 def load_processor(path, max_image_tokens):
     """A model's processor: chat template, tokenizer, images (as large as max_image_tokens allows)."""
     cls = processor_class(path)
-    # AutoProcessor would load video processors too, which need torchvision. Here they are None, which this
-    # check would refuse.
+    # AutoProcessor would load video processors too, which need torchvision. Here they are None, which
+    # transformers would refuse.
     cls.check_argument_for_proper_class = lambda *_: None
     # One backend by name: else pixels depend on whether torchvision is installed.
     images = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
