@@ -1,4 +1,4 @@
-"""The tests of the study: its tables, its tests of significance, its worlds, and the tables on its page."""
+"""The tests of the study: its tables, its tests of significance, its worlds, and the tables on its pages."""
 
 import dataclasses
 import doctest
@@ -43,8 +43,8 @@ from test_vldac import (  # noqa: E402
     write_runs,
 )
 
-PAGE = (ROOT / "study" / "README.md").read_text(encoding="utf-8")
-TABLES = re.findall(r"`python study/report\.py (\w+) ([^`]+)` prints:\n\n((?:\|.*\n)+)", PAGE)
+PAGES = "".join((ROOT / "study" / name).read_text(encoding="utf-8") for name in ("README.md", "rl4vlm.md"))
+TABLES = re.findall(r"`python study/report\.py (\w+) ([^`]+)` prints:\n\n((?:\|.*\n)+)", PAGES)
 
 
 @pytest.mark.parametrize("module", [report, critic])
@@ -331,7 +331,7 @@ def test_the_controls_have_no_hints_or_pay_by_a_coin():
 
 
 @pytest.mark.parametrize("number", range(len(TABLES)))
-def test_a_table_of_the_page_is_what_the_command_above_it_prints(number, capsys, monkeypatch):
+def test_a_table_of_the_pages_is_what_the_command_above_it_prints(number, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     command, words, printed = TABLES[number]
     expanded = subprocess.run(["bash", "-c", f"echo {words}"], capture_output=True, text=True).stdout
@@ -339,5 +339,5 @@ def test_a_table_of_the_page_is_what_the_command_above_it_prints(number, capsys,
     assert capsys.readouterr().out == printed
 
 
-def test_no_table_of_the_page_is_left_out():
-    assert len(TABLES) == PAGE.count("prints:") > 0
+def test_no_table_of_the_pages_is_left_out():
+    assert len(TABLES) == PAGES.count("prints:") > 0
