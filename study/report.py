@@ -317,6 +317,7 @@ COLORS = {
     "critic-token": "C1",
     "critic-token-per-step": "C2",
     "critic-none": "C3",
+    "one-step-TD": "C4",
 }
 
 
