@@ -129,7 +129,7 @@ class Args:
     gradient_checkpointing: bool = False  # slower, but saves most of the memory for activations
     # the run
     eval_episodes: int = 50  # on fixed seeds, before training and after; 0: none
-    eval_every: int = 0  # updates between further ones; best/ has the best adapter, the first one left out
+    eval_every: int = 0  # updates between further ones; best/ has the best adapter of all but the first
     run_name: str | None = None
     runs_dir: str = "runs"
     resume: str | None = None  # the folder of a run to continue

@@ -43,7 +43,7 @@ from test_vldac import (  # noqa: E402
     write_runs,
 )
 
-PAGES = "".join((ROOT / "study" / name).read_text(encoding="utf-8") for name in ("README.md", "rl4vlm.md"))
+PAGES = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "study").glob("*.md")))
 TABLES = re.findall(r"`python study/report\.py (\w+) ([^`]+)` prints:\n\n((?:\|.*\n)+)", PAGES)
 
 
