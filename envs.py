@@ -51,6 +51,19 @@ class UserError(Exception):
     """Something the user can mend; the message says how. Printed as one line, exit status 2."""
 
 
+def check(condition, message):
+    """UserError with this message, unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def exit_with(error):
+    """End the program with the error as one line."""
+    message = "; ".join([str(error), *getattr(error, "__notes__", [])])
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
 class AnyText(Text):
     """Any string of at most max_length characters, "" included (gymnasium's Text refuses spaces and "")."""
 

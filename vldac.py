@@ -4,24 +4,32 @@ VL-DAC (Vision-Language Decoupled Actor-Critic, Bredis et al., AAMAS 2026, arXiv
 vision-language model (VLM) to act. At environment step t the model sees a prompt s_t (images and text) and
 writes a response a_t, the tokens a_t^1 a_t^2 ...; the action parsed from it moves the environment, which pays
 the reward r_t. Actor and critic are decoupled: the policy is optimised per token, the value is predicted once
-per environment step, and the value head's gradient stops at the backbone.
+per environment step, and the value head's gradient stops at the backbone. Trained are LoRA adapters on the
+language model and the value head; all else, the vision tower too, is frozen.
 
     L = L_policy + beta * L_KL + alpha * L_value                                                     (Eq. 6)
 
-    L_policy  PPO's clip on every token; all tokens of step t share its advantage, by GAE over the
+    L_policy  PPO's clip on every token. All tokens of step t share its advantage A_t, by GAE over the
               environment steps, then normalised over the rollout                                    (Eq. 3)
-    L_value   1/2 (V(s_t) - G_t)^2, where V(s_t) = MLP(stopgrad(h_t)), h_t is the last layer's hidden state at
-              the last prompt token, and G_t is V(s_t) plus the advantage before it is normalised    (Eq. 4)
+    L_value   1/2 (V(s_t) - G_t)^2. V(s_t) = MLP(stopgrad(h_t)), where h_t is the last layer's hidden state at
+              the last prompt token (Eq. 4). G_t is A_t, before it is normalised, plus V(s_t) of the policy
+              that sampled: a target that is fixed during the update
     L_KL      divergence from the policy that sampled (Eq. 5) or, the default, from the model without its LoRA
     In the first `value_warmup` updates only the value head learns. There is no entropy bonus.
 
+By default 16 environments play 32 steps: a rollout of 512. One update is two epochs of 4 minibatches, so 8
+optimizer steps. A run has 100 updates, that of the toy 40 in most environments.
+
+"Deviation n" says where the code differs from the paper or from its released code (github.com/corl-team/
+VL-DAC); docs/details.md has more on each. The four largest: responses are sampled, and are not the likeliest
+ones (4); a response that names no action does nothing (6); every token counts in the loss (10); L_KL is to
+the model without its LoRA (12).
 Letters: N environments of a process, T steps per rollout, B environment steps (of a rollout or of a part of
 it), P prompt length, R response length (both padded; R_b that of response b), H hidden size. Tensors (T, N)
-and (B,) are per environment step, (B, R) per token. "Deviation n" says where the code differs from the paper
-or its released code, and why.
-Where to begin: the loop of `train`, which calls `collect`, `make_minibatches`, `score`, `add_advantages` and
-`update`. They, and the losses, the advantages and the policy that they use, stand above it; what is left,
-below: loading a model, decoding by a CUDA graph, processes, evaluation, log and checkpoint, options.
+and (B,) are per environment step, (B, R) per token.
+The file follows the data: prompt and parser, policy, rollout, minibatches and scores, advantages, losses,
+update. The loop of `train` puts them together; one may begin there. Then come loading a model and what any
+training program has. The environments, called worlds, are in envs.py.
 Without a GPU the model is a toy, a tiny VLM that extras/toy.py first teaches to see and to speak by
 imitation, so that one can watch the algorithm on a laptop.
 
@@ -32,7 +40,6 @@ imitation, so that one can watch the algorithm on a laptop.
 """
 
 import argparse
-import copy
 import dataclasses
 import functools
 import inspect
@@ -64,13 +71,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, HfArgumentParser, set_seed
-from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 import envs
+from envs import UserError, check, exit_with
 
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT uses a deprecated name
 
@@ -83,8 +89,8 @@ class Args:
     """Every option and its default. The source of each is in docs/guide.md.
 
     The rule: the paper's Table 6 where it speaks, else the effective value of the released code, unless that
-    is a bug. The program also applies the PRESETS of the toy model and of some worlds; `Args(...)` in a
-    notebook does not: give it a model.
+    is a bug. The toy and some worlds have PRESETS. The program applies them and makes the toy; `Args(...)` in
+    a notebook does neither, so give it a model.
 
     On a command line: --env NumberLine --num_envs 8 --stop_grad false --value_hidden 64 64
     """
@@ -106,16 +112,15 @@ class Args:
     max_image_tokens: int = 256  # at most, per frame; some models have their own number, or a larger minimum
     temperature: float = 1.0
     max_new_tokens: int = 256
-    cuda_graph: bool = False  # on one GPU: a token is decoded by a recorded CUDA graph; no GPU has run it yet
     # update
     minibatch_size: int = 128  # environment steps per optimizer step, of all processes
-    micro_batch_size: int = 8  # environment steps per trained or scored forward pass; lower it to save memory
+    micro_batch_size: int = 8  # environment steps per forward pass over responses; less saves memory
     update_epochs: int = 2
     value_warmup: int = 2  # updates that train only the value head
     learning_rate: float = 5e-5
     final_learning_rate: float = 1e-7
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
+    gamma: float = 0.99  # in card games 1
+    gae_lambda: float = 0.95  # in card games 1
     clip_coef: float = 0.1
     vf_coef: float = 0.15  # alpha
     kl_coef: float = 0.05  # beta
@@ -124,12 +129,12 @@ class Args:
     stop_grad: bool = True  # false: the value loss trains LoRA too
     # model
     lora_rank: int = 16
-    lora_alpha: int = 32  # PEFT's scale, not the alpha of Eq. 6
+    lora_alpha: int = 32  # not the alpha of Eq. 6; PEFT multiplies the adapter by lora_alpha / lora_rank
     value_hidden: list[int] = field(default_factory=lambda: [3072, 2048])  # widths in the value head
     gradient_checkpointing: bool = False  # slower, but saves most of the memory for activations
     # the run
-    eval_episodes: int = 50  # on fixed seeds, before training and after; 0: none
-    eval_every: int = 0  # updates between further ones; best/ has the best adapter of all but the first
+    eval_episodes: int = 50  # sampled on fixed seeds, before training and after; 0: none
+    eval_every: int = 0  # updates between further evaluations, each of which keeps an adapter-STEPS/
     run_name: str | None = None
     runs_dir: str = "runs"
     resume: str | None = None  # the folder of a run to continue
@@ -218,114 +223,6 @@ def parse_action(text: str, actions) -> str | None:
     return same[0] if len(same) == 1 else None
 
 
-# ------------------------------------------------------------------------------------ GAE and the losses
-
-
-def gae(rewards, values, last_values, dones, gamma, gae_lambda):
-    """Generalised advantage estimation over environment steps (Schulman et al. 2016, Eq. 16).
-
-    rewards, values  (T, N)  of step t: r_t and V(s_t)
-    last_values      (N,)    V of the state after the rollout, ignored where its last step ended the episode
-    dones            (T, N)  1 if the episode ended *with* step t (CleanRL stores it one step later)
-    Returns advantages and returns = advantages + values, both (T, N). They are targets: give values that have
-    no gradient. Time-outs are not known here: `add_advantages` replaces their rewards before.
-
-    >>> rewards, values = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.5], [0.5]])
-    >>> gae(rewards, values, torch.tensor([9.0]), torch.tensor([[0], [1]]), gamma=1.0, gae_lambda=0.5)
-    (tensor([[0.2500],
-            [0.5000]]), tensor([[0.7500],
-            [1.0000]]))
-    """
-    advantages = torch.zeros_like(values)
-    last_advantage = torch.zeros_like(last_values)
-    for t in reversed(range(len(rewards))):
-        done = dones[t].bool()
-        next_values = values[t + 1] if t + 1 < len(rewards) else last_values
-        delta = rewards[t] + gamma * next_values.masked_fill(done, 0) - values[t]
-        last_advantage = delta + gamma * gae_lambda * last_advantage.masked_fill(done, 0)
-        advantages[t] = last_advantage
-    return advantages, advantages + values
-
-
-def step_mean(x, mask):
-    """Mean over the tokens of each step, then over steps: (B, R), (B, R) -> scalar. Masked x may be NaN.
-
-    >>> step_mean(torch.tensor([[1.0, 3.0], [4.0, math.nan]]), torch.tensor([[1, 1], [1, 0]]))
-    tensor(3.)
-    """
-    tokens = mask.sum(1)
-    if x.shape != mask.shape or not tokens.all():
-        raise ValueError(f"need (B, R) with a token in every step: {tuple(x.shape)}, {tuple(mask.shape)}")
-    return (x.masked_fill(mask == 0, 0).sum(1) / tokens).mean()
-
-
-def policy_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
-    """PPO's clipped surrogate per token (Eq. 3), to minimise.
-
-    newlogprobs, logprobs  (B, R) nats, under the current policy and, without gradient, the sampling one
-    advantages             (B,)   one per environment step, shared by all its tokens, normalised already
-    mask                   (B, R) 1 on response tokens, the end-of-turn token included
-    Mean over the tokens of a step, then over steps. ValueError if a step has no token.
-
-    >>> lp, one = torch.zeros(1, 2), torch.ones(1, 2)
-    >>> policy_loss(lp + math.log(1.5), lp, torch.tensor([2.0]), one, clip_coef=0.2)  # clipped at 1.2
-    tensor(-2.4000)
-    """
-    # Deviation 3: every token counts. The released code skips the first, masks by token id 0 ("!" in Qwen's
-    # vocabulary), and drops the unclipped term of a step in which any ratio exceeds 10.
-    ratio = (newlogprobs - logprobs).masked_fill(mask == 0, 0).exp()
-    advantages = advantages[:, None]  # (B, 1): a bare (B,) would broadcast over the tokens when B = R
-    pg_loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef))
-    return step_mean(pg_loss, mask)
-
-
-def value_loss(values, returns):
-    """Half the mean squared error per environment step (Eq. 4), to minimise: (B,), (B,) -> scalar.
-
-    ValueError if the shapes differ, as (B, 1) and (B,) would broadcast.
-
-    >>> value_loss(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
-    tensor(1.)
-    """
-    if values.shape != returns.shape:
-        raise ValueError(f"need one shape, (B,): {tuple(values.shape)}, {tuple(returns.shape)}")
-    # Deviation 4: the paper's 1/2 and no value clipping. The released code clips and has no 1/2.
-    return 0.5 * (values - returns).pow(2).mean()
-
-
-def kl_base(newlogprobs, baselogprobs, mask):
-    """Divergence from the base model, in nats per token: exp(d) - d - 1, d = log base - log new.
-
-    newlogprobs, baselogprobs, mask  (B, R)
-    The base is the model without its adapter, also in a run that started from a trained adapter. On tokens
-    sampled from `new`, the value estimates D_KL(new || base), and the gradient is that of D_KL(base || new):
-    it pulls up what the base would say. `update` uses the tokens of the policy before the update without
-    weights new / old, so after its first step both are approximate.
-    Source: Schulman's estimator k3.
-
-    >>> kl_base(torch.zeros(1, 1), torch.full((1, 1), math.log(2.0)), torch.ones(1, 1))  # 2 - log 2 - 1
-    tensor(0.3069)
-    """
-    # Deviation 5: this is the default, as in the released code, and not the paper's Eq. 5. The gradient of
-    # Eq. 5 is zero in the first minibatch, and it ties the policy only to that of one update ago.
-    d = (baselogprobs - newlogprobs).masked_fill(mask == 0, 0)
-    return step_mean(d.exp() - d - 1, mask)
-
-
-def kl_old(newlogprobs, logprobs, mask):
-    """D_KL(new || old) in nats per token, from tokens that the old policy sampled (Eq. 5).
-
-    newlogprobs, logprobs, mask  (B, R) as in policy_loss
-    With q = new / old it is q log q - (q - 1), which is never negative. In expectation, both its value and
-    its gradient are those of the divergence, as E_old[q f] = E_new[f].
-
-    >>> kl_old(torch.full((1, 1), math.log(2.0)), torch.zeros(1, 1), torch.ones(1, 1))  # 2 log 2 - 1
-    tensor(0.3863)
-    """
-    logratio = (newlogprobs - logprobs).masked_fill(mask == 0, 0)
-    return step_mean(logratio.exp() * logratio - (logratio.exp() - 1), mask)
-
-
 # --------------------------------------------------------------------------------------------- the policy
 
 
@@ -350,18 +247,19 @@ class VLMPolicy(nn.Module):
         self.args = args
         self.processor = load_processor(args.model, args.max_image_tokens)
         self.tokenizer = self.processor.tokenizer
-        vlm = load_vlm(args)
-        self.peft_model = add_lora(vlm, args)
-        self.vlm = vlm  # the same model by its own names: PEFT has put the adapters inside
-        stop_ids, self.banned_ids = special_ids(vlm, self.tokenizer)
+        # One model under three names: `peft_model` switches the adapters, which PEFT has put inside `vlm`;
+        # `vlm` generates; and `vlm.model` is the same without the head over the vocabulary.
+        self.vlm = load_vlm(args)
+        self.peft_model = add_lora(self.vlm, args)
+        stop_ids, self.banned_ids = special_ids(self.vlm, self.tokenizer)
         self.stop_ids = torch.tensor(stop_ids, device=args.device)
-        self.no_tokens = torch.zeros(0, dtype=torch.long, device=args.device)  # a response before it begins
+        self.no_tokens = torch.zeros(0, dtype=torch.long, device=args.device)  # an empty response
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         self.special_tokens = re.compile("|".join(map(re.escape, special)))
-        text_config = vlm.config.get_text_config()
+        text_config = self.vlm.config.get_text_config()
         self.logit_cap = getattr(text_config, "final_logit_softcapping", None)  # of Gemma 4
 
-        # Deviation 6: the value head is fp32. The released one is fp16, too coarse for small errors.
+        # Deviation 3: the value head is fp32. The released one is fp16, too coarse for small errors.
         sizes = [text_config.hidden_size, *args.value_hidden]
         layers = []
         for size, next_size in itertools.pairwise(sizes):
@@ -370,22 +268,19 @@ class VLMPolicy(nn.Module):
         self.to(args.device)
         bf16 = args.dtype == "bfloat16"
         self.autocast = torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=bf16)
-        one_gpu = args.device.startswith("cuda") and WORLD_SIZE == 1
-        self.generate = Generation(vlm, recorded=args.cuda_graph and one_gpu)  # vlm.generate, unless recorded
 
-        # Deviation 7: sampled at temperature 1 from the whole vocabulary. The released code has top_k 1, that
-        # is, argmax: nothing is explored, and PPO's ratio is not that of the policy that acted. The model's
-        # own configuration may have top_k 1 too, so it is replaced as a whole.
-        vlm.generation_config = GenerationConfig(
+        # Deviation 4: sampled at temperature 1 from the whole vocabulary, whatever the model's own settings.
+        # The released code has top_k 1, argmax: it explores nothing, and PPO's ratio is of another policy.
+        self.vlm.generation_config = GenerationConfig(
             do_sample=True,
             temperature=args.temperature,
             top_k=0,
             max_new_tokens=args.max_new_tokens,
-            suppress_tokens=self.banned_ids or None,
+            suppress_tokens=self.banned_ids or None,  # transformers refuses an empty list
             eos_token_id=stop_ids,
             pad_token_id=self.tokenizer.pad_token_id,
         )
-        check_frames(self)
+        check_frames(self)  # a family that shows frames in another way is refused
 
     def lora_parameters(self) -> list[nn.Parameter]:
         return [p for name, p in self.peft_model.named_parameters() if "lora_" in name]
@@ -402,15 +297,19 @@ class VLMPolicy(nn.Module):
         images = [Image.fromarray(frame) for frame in frames]
         # No special tokens are added: Gemma's template has written the one at the beginning already.
         options = {"add_special_tokens": False, "return_tensors": "pt"}
-        return dict(self.processor(text=[chat], images=[images], **options))
+        prompt = self.processor(text=[chat], images=[images], **options)
+        # The pixels of a rollout are kept: in the model's type, to which it would cast them anyway. Integers
+        # stay as they are.
+        return dict(prompt.to(getattr(torch, self.args.dtype)))
 
-    def inputs(self, prompts, responses) -> dict:
+    def inputs(self, prompts, responses=None) -> dict:
         """B encoded prompts, each followed by its response, for the model: ids and mask (B, P + R), pixels.
 
         Prompts are padded on the left and responses on the right, so that all responses start in column P.
-        The model finds the positions by the mask.
+        From the mask the model counts the positions. Without responses R is 0.
         """
-        tokens = pad(responses)  # (B, R)
+        responses = responses or [self.no_tokens] * len(prompts)
+        tokens = pad(responses)  # (B, R), filled up with any id: it is masked
         mask = pad([torch.ones_like(response) for response in responses])
         after = {"input_ids": tokens, "attention_mask": mask}
         images_dim = 1 if "pixel_attention_mask" in prompts[0] else 0  # SmolVLM's pixels: (1, images, ...)
@@ -430,10 +329,10 @@ class VLMPolicy(nn.Module):
     def sample(self, prompts) -> list[torch.Tensor]:
         """The tokens (R_b,) of B responses, each up to its first stop id or to max_new_tokens."""
         self.eval()  # in train mode with gradient checkpointing, generate() returns garbage
-        inputs = self.inputs(prompts, [self.no_tokens] * len(prompts))
+        inputs = self.inputs(prompts)
         P = inputs["input_ids"].shape[1]
         with self.autocast:
-            output = self.generate(**inputs)  # (B, P + R)
+            output = self.vlm.generate(**inputs)  # (B, P + R)
         tokens = output[:, P:]
         stops = torch.isin(tokens, self.stop_ids).long()
         stops_before = stops.cumsum(1) - stops  # (B, R), strictly before this column
@@ -459,9 +358,8 @@ class VLMPolicy(nn.Module):
             hidden = self.vlm.model(**inputs, use_cache=False).last_hidden_state  # (B, P + R, H)
             lm_head = self.vlm.get_output_embeddings()
             logits = lm_head(hidden[:, P - 1 : P - 1 + R])  # (B, R, vocabulary), each from the token before
-        # Deviation 8: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16:
-        # log(0.01) = -4.6 in steps of 0.03, beside a clip range of 0.1. The logits stay in bfloat16, as the
-        # hidden states are in it already.
+        # Deviation 5: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16:
+        # log(0.01) = -4.6 in steps of 0.03, beside a clip range of 0.1. The logits do come in bfloat16.
         logits = logits.float()
         if self.logit_cap:
             logits = self.logit_cap * (logits / self.logit_cap).tanh()
@@ -476,7 +374,7 @@ class VLMPolicy(nn.Module):
 
     @torch.no_grad()
     def values(self, prompts) -> torch.Tensor:
-        """Values (B,) of prompts that have no response yet (R = 0)."""
+        """Values (B,) of prompts that have no response yet: R is 0, and all that is (B, R) is empty."""
         _, _, values = self(prompts, [self.no_tokens] * len(prompts))
         return values
 
@@ -490,7 +388,12 @@ def training_seed(*entropy) -> int:
 
 
 class Player:
-    """One environment, and what its prompt needs: the last k observations and the actions so far."""
+    """One environment, and what its prompts need: the newest observations, and how many actions were taken.
+
+    An environment is Gymnasium's. It shows {"image": (height, width, 3) uint8, "text": str}; its actions are
+    strings; info["task"] says what to achieve, info["actions"] what is admissible now, info["left"] how many
+    actions may still be taken, and info["success"] whether the task is achieved (None: not told).
+    """
 
     def __init__(self, args: Args, index=0):
         self.args, self.index = args, index
@@ -501,7 +404,7 @@ class Player:
     def reset(self, seed):
         """Begin the episode of this seed: an episode is a function of its seed and its actions."""
         self.seed, self.actions, self.total = seed, [], 0.0
-        with envs.traced(self.seed, self.actions):
+        with envs.traced(self.seed, self.actions):  # if the world raises, seed and actions are told
             observation, self.info = self.env.reset(seed=seed)
         self.task = self.info["task"]  # in later infos there need be none
         self.observations = deque([observation], maxlen=self.args.num_images)
@@ -510,7 +413,7 @@ class Player:
         self.reset(training_seed(self.args.seed, self.index, self.episode))
         self.episode += 1
 
-    def turn(self):
+    def prompt(self):
         """What VLMPolicy.encode takes: the text of a prompt, and the newest frames, oldest first."""
         newest = self.observations[-1]["text"]
         text = build_prompt(newest, self.info["actions"], self.task, len(self.actions), self.info["left"])
@@ -518,8 +421,8 @@ class Player:
 
     def step(self, action: str | None):
         """Play a parsed action, None if there was none. Returns reward, done, and whether it timed out."""
-        # Deviation 9: a response that does not parse ("" for the world) does nothing and costs its step. The
-        # released code plays a random action, and reinforces the response for what that action brought.
+        # Deviation 6: a response that does not parse ("" for the world) does nothing and costs its step. The
+        # released code plays a random action, and reinforces the response for what that brought.
         self.actions.append(str(action or ""))  # it may be a string of numpy, which no checkpoint can hold
         with envs.traced(self.seed, self.actions):
             observation, reward, terminated, truncated, self.info = self.env.step(self.actions[-1])
@@ -529,7 +432,7 @@ class Player:
 
     def result(self) -> dict:
         """What is kept of an episode that has ended."""
-        success = self.info["success"]  # None: the world has told no flag
+        success = self.info["success"]
         return {
             "seed": self.seed,
             "success": None if success is None else bool(success),
@@ -539,7 +442,7 @@ class Player:
         }
 
 
-@dataclass(eq=False)  # a step equals only itself: tensors cannot be compared with ==
+@dataclass(eq=False)  # steps are never compared by their tensors
 class Step:
     """One environment step of one player: made by `collect`, completed by `score` and `add_advantages`."""
 
@@ -561,8 +464,8 @@ class Step:
 
 def act(policy, players) -> list[Step]:
     """The next step of every player: its response is sampled, parsed and played."""
-    # Deviation 10: all environments share each forward pass; the released code plays one at a time.
-    prompts = [policy.encode(*player.turn()) for player in players]
+    # Deviation 7: all environments share each forward pass; the released code plays one at a time.
+    prompts = [policy.encode(*player.prompt()) for player in players]
     responses = policy.sample(prompts)
     texts = policy.decode(responses)
     steps = []
@@ -580,35 +483,33 @@ def collect(policy, players, args: Args):
     and the results of the episodes that have ended.
     """
     steps, episodes = [], []
-    for _ in range(args.num_steps):
+    for _ in progress("collecting", range(args.num_steps)):
         for player, step in zip(players, act(policy, players), strict=True):
             steps.append(step)
             if step.done:
                 episodes.append(player.result())
                 player.next_episode()
-    last_prompts = [policy.encode(*player.turn()) for player in players]
+    last_prompts = [policy.encode(*player.prompt()) for player in players]
     return steps, last_prompts, episodes
 
 
-# -------------------------------------------------------------------- minibatches, scores and advantages
+# ------------------------------------------------------------------------------ minibatches and their scores
 
 
 def make_minibatches(steps, args: Args) -> list:
     """The steps of a rollout in random minibatches: each is a list of micro-batches, each a list of steps.
 
-    A minibatch is for one optimizer step. A micro-batch is for one forward pass, both when it is scored and
-    when it is trained.
+    A minibatch is for one optimizer step, a micro-batch for one forward pass, both to score and to train it.
     """
-    # Deviation 11: they are drawn once, before scoring; the released code draws anew for each epoch. How a
-    # step is rounded depends on the batch around it. In the same batch the ratios of the first minibatch are
-    # 1 to the bit, in bfloat16 too: on CPUs and on an H200.
+    # Deviation 8: drawn once, before scoring; the released code draws anew for each epoch. Rounding depends
+    # on the batch. Scored and trained in the same one, a step's first ratios are exactly 1, in bfloat16 too.
 
     def length(step):
         return step.prompt["input_ids"].shape[1] + len(step.tokens)
 
-    num_minibatches = math.ceil(len(steps) * WORLD_SIZE / args.minibatch_size)
     minibatches = []
-    for indices in torch.randperm(len(steps)).chunk(num_minibatches):
+    size = args.minibatch_size // WORLD_SIZE  # of this process
+    for indices in torch.randperm(len(steps)).split(size):
         # Similar lengths save padding. The longest, which need the most memory, come first.
         minibatch = sorted([steps[i] for i in indices.tolist()], key=length, reverse=True)
         starts = range(0, len(minibatch), args.micro_batch_size)
@@ -618,21 +519,53 @@ def make_minibatches(steps, args: Args) -> list:
 
 @torch.no_grad()
 def score(policy, minibatches):
-    """Complete the steps: values, and log-probabilities under the policy that sampled and under the base."""
+    """Complete the steps: values, and log-probabilities under the policy that sampled and under the base.
+
+    Those of the base are in the log even where the loss does without them (`--kl_ref old`, the warm-up).
+    """
     # generate() goes token by token, and rounds differently from the forward pass that is trained, so its
-    # log-probabilities are not used. In the log, ratio_first is the largest |ratio - 1| in the first
-    # minibatch: it should be 0.
+    # log-probabilities are not used.
     policy.eval()
-    for micro in itertools.chain(*minibatches):
+    micro_batches = list(itertools.chain(*minibatches))
+    for micro in progress("scoring", micro_batches):
         logprobs, _, values = policy([step.prompt for step in micro], [step.tokens for step in micro])
         for step, padded, value in zip(micro, logprobs, values.tolist(), strict=True):
             step.logprobs = padded[: len(step.tokens)]
             step.value = value
     with policy.peft_model.disable_adapter():  # it visits every module, so only once
-        for micro in itertools.chain(*minibatches):
+        for micro in progress("scoring by the base", micro_batches):
             baselogprobs, _, _ = policy([step.prompt for step in micro], [step.tokens for step in micro])
             for step, padded in zip(micro, baselogprobs, strict=True):
                 step.baselogprobs = padded[: len(step.tokens)]
+
+
+# ------------------------------------------------------------------------------------------ the advantages
+
+
+def gae(rewards, values, last_values, dones, gamma, gae_lambda):
+    """Generalised advantage estimation over environment steps (Schulman et al. 2016, Eq. 16).
+
+    rewards, values  (T, N)  of step t: r_t and V(s_t)
+    last_values      (N,)    V of the state after the rollout, ignored where its last step ended the episode
+    dones            (T, N)  1 if the episode ended *with* step t (CleanRL stores it one step later)
+    Returns advantages and returns = advantages + values, both (T, N). They are targets: give values that have
+    no gradient. Of time-outs it knows nothing: the caller gives such a step r_t = V(s_t) and dones = 1.
+
+    >>> rewards, values = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.5], [0.5]])
+    >>> gae(rewards, values, torch.tensor([9.0]), torch.tensor([[0], [1]]), gamma=1.0, gae_lambda=0.5)
+    (tensor([[0.2500],
+            [0.5000]]), tensor([[0.7500],
+            [1.0000]]))
+    """
+    advantages = torch.zeros_like(values)
+    last_advantage = torch.zeros_like(last_values)
+    for t in reversed(range(len(rewards))):
+        done = dones[t].bool()
+        next_values = values[t + 1] if t + 1 < len(rewards) else last_values
+        delta = rewards[t] + gamma * next_values.masked_fill(done, 0) - values[t]
+        last_advantage = delta + gamma * gae_lambda * last_advantage.masked_fill(done, 0)
+        advantages[t] = last_advantage
+    return advantages, advantages + values
 
 
 def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
@@ -641,23 +574,20 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     steps        B = T * N, of which step t of player n is number t * N + n
     last_values  (N,) of the states after them
     Returns statistics for the log.
-    The reward of a step that timed out is not learned from: its advantage is 0, before it is normalised, and
-    its return V(s_t). Usual would be to keep the reward and to add gamma V(s_t+1).
     """
     N = len(last_values)
     rewards = torch.tensor([step.reward for step in steps]).view(-1, N)  # (T, N)
     values = torch.tensor([step.value for step in steps]).view(-1, N)
     dones = torch.tensor([step.done for step in steps]).view(-1, N)
     timed_out = torch.tensor([step.timed_out for step in steps]).view(-1, N)
-    # Deviation 12: at a time-out V(s_t) takes the place of the reward, and the steps before bootstrap from
-    # it; the released code has this in MiniWorld only. Why: MiniWorld's -1 at a time-out says little about
-    # the last actions, and learning from it was slower in one of three planned tests (docs/details.md).
+    # Deviation 9: the reward of a step that timed out is not learned from. V(s_t) takes its place, so the
+    # advantage is 0 (before it is normalised; the step is trained like any other). The released code has
+    # this in MiniWorld only. Usual would be to keep the reward and to add gamma V(s_t+1).
     rewards = torch.where(timed_out, values, rewards)
     last_values = last_values.cpu()
     advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
 
-    all_advantages = torch.cat(gather([advantages]))  # of the whole rollout, in all processes
-    mean, std = all_advantages.mean().item(), all_advantages.std().item()
+    mean, std = mean_and_std(advantages)  # over the whole rollout, of all processes
     normalised = (advantages - mean) / (std + 1e-8)  # (T, N)
     for step, advantage, ret in zip(steps, normalised.flatten(), returns.flatten(), strict=True):
         step.advantage = advantage.item()
@@ -668,58 +598,158 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     return {"explained_variance": explained, "advantage_std": std}
 
 
-# --------------------------------------------------------------------------------------------- the update
+# ---------------------------------------------------------------------------------------------- the losses
 
 
-def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict[str, float]:
-    """`update_epochs` passes over a rollout (Eq. 6). Returns means of the losses and diagnostics.
+def step_mean(x, mask):
+    """Mean over the tokens of each step, then over steps: (B, R), (B, R) -> scalar. Masked x may be NaN.
 
-    value_only  train the value head alone (warm-up)
+    So a long response weighs no more than a short one.
+
+    >>> step_mean(torch.tensor([[1.0, 3.0], [4.0, math.nan]]), torch.tensor([[1, 1], [1, 0]]))
+    tensor(3.)
     """
-    policy.train()  # only gradient checkpointing depends on it
+    lengths = mask.sum(1)  # (B,)
+    if x.shape != mask.shape or not lengths.all():
+        raise ValueError(f"need (B, R) with a token in every step: {tuple(x.shape)}, {tuple(mask.shape)}")
+    return (x.masked_fill(mask == 0, 0).sum(1) / lengths).mean()
+
+
+def policy_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
+    """PPO's clipped surrogate per token (Eq. 3), to minimise.
+
+    newlogprobs, logprobs  (B, R) nats, under the current policy and, without gradient, the sampling one
+    advantages             (B,)   one per environment step, shared by all its tokens, normalised already
+    mask                   (B, R) 1 on response tokens, the end-of-turn token included
+    Mean over the tokens of a step, then over steps. ValueError if a step has no token.
+
+    >>> lp, one = torch.zeros(1, 2), torch.ones(1, 2)
+    >>> policy_loss(lp + math.log(1.5), lp, torch.tensor([2.0]), one, clip_coef=0.2)  # clipped at 1.2
+    tensor(-2.4000)
+    """
+    # Deviation 10: every token counts. The released code skips the first, masks by token id 0 ("!" in Qwen's
+    # vocabulary), and drops the unclipped term of a step in which any ratio exceeds 10.
+    ratio = (newlogprobs - logprobs).masked_fill(mask == 0, 0).exp()
+    advantages = advantages[:, None]  # (B, 1): a bare (B,) would broadcast over the tokens when B = R
+    pg_loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef))
+    return step_mean(pg_loss, mask)
+
+
+def value_loss(values, returns):
+    """Half the mean squared error per environment step (below Eq. 4), to minimise: (B,), (B,) -> scalar.
+
+    ValueError if the shapes differ, as (B, 1) and (B,) would broadcast.
+
+    >>> value_loss(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
+    tensor(1.)
+    """
+    if values.shape != returns.shape:
+        raise ValueError(f"need one shape, (B,): {tuple(values.shape)}, {tuple(returns.shape)}")
+    # Deviation 11: the paper's 1/2 and no value clipping. The released code clips and has no 1/2.
+    return 0.5 * (values - returns).pow(2).mean()
+
+
+def kl_base(newlogprobs, baselogprobs, mask):
+    """Divergence from the base model, in nats per token: exp(d) - d - 1, d = log base - log new.
+
+    newlogprobs, baselogprobs, mask  (B, R)
+    The base is the model without its adapter, also in a run that started from a trained adapter. On tokens
+    sampled from `new` the value estimates D_KL(new || base), but the gradient is that of D_KL(base || new):
+    it pulls up what the base would say. The tokens of a rollout are the old policy's, and are not reweighted:
+    so value and gradient are biased after the first optimizer step.
+    Source: Schulman's estimator k3.
+
+    >>> kl_base(torch.zeros(1, 1), torch.full((1, 1), math.log(2.0)), torch.ones(1, 1))  # 2 - log 2 - 1
+    tensor(0.3069)
+    """
+    # Deviation 12: this is the default, as in the released code, and not the paper's Eq. 5. The gradient of
+    # Eq. 5 is zero in the first minibatch, and it ties the policy only to that of one update ago.
+    d = (baselogprobs - newlogprobs).masked_fill(mask == 0, 0)
+    return step_mean(d.exp() - d - 1, mask)
+
+
+def kl_old(newlogprobs, logprobs, mask):
+    """D_KL(new || old) in nats per token, from tokens that the old policy sampled (Eq. 5).
+
+    newlogprobs, logprobs, mask  (B, R) as in policy_loss
+    With q = new / old it is q log q - (q - 1), which is never negative. In expectation, both its value and
+    its gradient are those of the divergence, as E_old[q f] = E_new[f] for any f.
+
+    >>> kl_old(torch.full((1, 1), math.log(2.0)), torch.zeros(1, 1), torch.ones(1, 1))  # 2 log 2 - 1
+    tensor(0.3863)
+    """
+    logratio = (newlogprobs - logprobs).masked_fill(mask == 0, 0)
+    return step_mean(logratio.exp() * logratio - (logratio.exp() - 1), mask)
+
+
+def losses(policy, micro, args: Args):
+    """The loss of a micro-batch, B complete steps, to minimise (Eq. 6); and floats for the log.
+
+    Another algorithm replaces this function. Its log needs what `diagnostics` returns, too.
+    """
+    prompts, responses = [step.prompt for step in micro], [step.tokens for step in micro]
+    newlogprobs, mask, newvalues = policy(prompts, responses)  # (B, R), (B, R), (B,)
+    logprobs = pad([step.logprobs for step in micro])  # (B, R)
+    baselogprobs = pad([step.baselogprobs for step in micro])  # (B, R)
+    advantages = torch.tensor([step.advantage for step in micro], device=args.device)  # (B,)
+    returns = torch.tensor([step.ret for step in micro], device=args.device)  # (B,)
+
+    pg_loss = policy_loss(newlogprobs, logprobs, advantages, mask, args.clip_coef)  # Eq. 3
+    v_loss = value_loss(newvalues, returns)  # below Eq. 4
+    if args.kl_ref == "base":
+        kl = kl_base(newlogprobs, baselogprobs, mask)
+    else:
+        kl = kl_old(newlogprobs, logprobs, mask)  # Eq. 5
+    loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss  # Eq. 6
+
+    log = {"policy_loss": pg_loss.item(), "kl_loss": kl.item(), "value_loss": v_loss.item()}
+    return loss, log | diagnostics(newlogprobs, logprobs, baselogprobs, mask, args.clip_coef)
+
+
+# ---------------------------------------------------------------------------------------------- the update
+
+
+def update(policy, optimizer, minibatches, args: Args, warmup=False) -> dict[str, float]:
+    """`update_epochs` passes over a rollout. Returns means of what `losses` logs, and norms of the gradients.
+
+    warmup  only the value head learns: LoRA is frozen, and no activations are kept for it
+    """
+    policy.train()  # only for gradient checkpointing: there is no dropout
     lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
     for parameter in lora:
-        parameter.requires_grad_(not value_only)  # frozen in the warm-up: no activations are kept for it
-    log = UpdateLog(args)
+        parameter.requires_grad_(not warmup)
+    num_first = len(minibatches[0])  # micro-batches before the first optimizer step
+    logs, sizes, norms = [], [], []
     for epoch in range(args.update_epochs):
         if epoch > 0:
             minibatches = random.sample(minibatches, len(minibatches))  # the same ones in a new order
-        for minibatch in minibatches:
+        for minibatch in progress(f"training, epoch {epoch + 1}", minibatches):
             optimizer.zero_grad()
             size = sum(len(micro) for micro in minibatch)
             for micro in minibatch:
-                prompts = [step.prompt for step in micro]
-                responses = [step.tokens for step in micro]
-                newlogprobs, mask, newvalues = policy(prompts, responses)
-                logprobs = pad([step.logprobs for step in micro])  # (B, R)
-                baselogprobs = pad([step.baselogprobs for step in micro])
-                advantages = torch.tensor([step.advantage for step in micro], device=args.device)  # (B,)
-                returns = torch.tensor([step.ret for step in micro], device=args.device)
-
-                pg_loss = policy_loss(newlogprobs, logprobs, advantages, mask, args.clip_coef)  # Eq. 3
-                v_loss = value_loss(newvalues, returns)  # Eq. 4
-                if args.kl_ref == "base":
-                    kl = kl_base(newlogprobs, baselogprobs, mask)
-                else:
-                    kl = kl_old(newlogprobs, logprobs, mask)  # Eq. 5
-                if value_only:  # the other losses are only for the log
-                    loss = args.vf_coef * v_loss
-                else:
-                    loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss  # Eq. 6
+                loss, log = losses(policy, micro, args)
                 (loss * len(micro) / size).backward()  # these add up to the minibatch's mean
-                losses = {"policy_loss": pg_loss, "kl": kl, "value_loss": v_loss}
-                log.add(losses, newlogprobs, logprobs, baselogprobs, mask)
-
+                logs.append(log)
+                sizes.append(len(micro))
             average_gradients([*lora, *value_head])
-            # Deviation 13: LoRA and the value head are clipped separately. One norm over both would couple
-            # them: a large value gradient would shrink the policy's step.
-            # Deviation 14: NaN or infinity ends the run before it touches a weight; the released code skips a
-            # response whose log-probability is NaN, and checks no gradient.
+            # Deviation 13: clipped separately, or a large value gradient would shrink the policy's step.
+            # Deviation 14: NaN or infinity ends the run before it touches a weight. The released code skips
+            # a response whose log-probability is NaN, and checks no gradient.
             norm_lora = nn.utils.clip_grad_norm_(lora, args.max_grad_norm, error_if_nonfinite=True)
             norm_value = nn.utils.clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
-            log.end_minibatch(norm_lora, norm_value)
+            norms.append([norm_lora.item(), norm_value.item()])
             optimizer.step()
-    return log.means()
+    for parameter in lora:
+        # Of a weight without gradient autocast keeps no bfloat16 copy, but makes one for every sampled token.
+        parameter.requires_grad_(True)
+
+    # Before the first optimizer step the policy is still the one that sampled: |ratio - 1| should be 0.
+    distances = [log.pop("ratio_distance") for log in logs]
+    means = {"ratio_first": max(gather(distances[:num_first]))}
+    for name in logs[0]:
+        means[name] = np.average([log[name] for log in logs], weights=sizes).item()
+    means["grad_norm_lora"], means["grad_norm_value"] = np.mean(norms, axis=0).tolist()
+    return means
 
 
 # ------------------------------------------------------------------------------------------- the training
@@ -728,90 +758,98 @@ def update(policy, optimizer, minibatches, args: Args, value_only=False) -> dict
 def cosine(index, num_updates, start, end) -> float:
     """The learning rate of update `index`, 0 to num_updates - 1: from start down to end, once.
 
+    The updates of the warm-up count.
+
     >>> [round(cosine(index, 3, 1.0, 0.0), 3) for index in range(3)]
     [1.0, 0.5, 0.0]
     """
     # Deviation 15: one cosine over the planned updates; the released one has a fixed period and rises again.
-    progress = index / max(1, num_updates - 1)
-    return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
+    fraction = index / max(1, num_updates - 1)
+    return end + (start - end) * (1 + math.cos(math.pi * fraction)) / 2
 
 
 def make_optimizer(policy, args: Args):
-    """Adam over LoRA and the value head."""
+    """Adam over LoRA and the value head, with the released code's eps."""
     parameters = [*policy.lora_parameters(), *policy.value_head.parameters()]
-    eps = 1e-7  # the released code's
-    return torch.optim.Adam(parameters, lr=args.learning_rate, eps=eps, fused=True)
+    return torch.optim.Adam(parameters, lr=args.learning_rate, eps=1e-7, fused=True)
 
 
 def train(args: Args, folder: Path):
-    """A whole training. Writes log.jsonl, checkpoint.pt, best/ and adapter/ into the run's folder."""
+    """A whole training. Writes log.jsonl, adapter/ and checkpoint.pt into the run's folder."""
+    # The worlds come first: if one cannot be made, no model is loaded.
     N = args.num_envs // WORLD_SIZE  # players of this process
     players = [Player(args, RANK * N + n) for n in range(N)]
-    eval_args = dataclasses.replace(args, split="eval")
-    eval_players = [Player(eval_args) for _ in range(players_at_once(args, args.eval_episodes))]
+    eval_players = evaluation_players(dataclasses.replace(args, split="eval"), args.eval_episodes)
     set_seed(args.seed)  # so that all processes begin with the same weights
     policy = VLMPolicy(args)
     optimizer = make_optimizer(policy, args)
     rollout_steps = args.num_envs * args.num_steps
     num_updates = args.total_timesteps // rollout_steps
-    for player in players:
-        player.next_episode()
-    if not args.resume:
+    if (folder / "checkpoint.pt").exists():
+        state = load_checkpoint(folder, policy, optimizer, players)
+    else:
+        for player in players:
+            player.next_episode()
         show_a_response(policy, players[0])
-    state = begin_or_resume(folder, policy, optimizer, players, eval_players)
-    best, recent = state["best"], state["recent"]  # the best evaluation; the last 100 episodes
+        row = {"update": 0, "global_step": 0} | evaluate_for_log(policy, eval_players)
+        write_row(folder, row, args)
+        state = {"update": 0, "recent": []}
+        save_checkpoint(folder, policy, optimizer, players, **state)
+    recent = state["recent"]  # the last 100 episodes
 
     updates = range(state["update"] + 1, num_updates + 1)
-    for u in tqdm(updates, initial=state["update"], total=num_updates, disable=True if RANK else None):
+    hidden = True if RANK else None  # None: on a terminal it is shown, in a file not
+    for u in tqdm(updates, initial=state["update"], total=num_updates, disable=hidden):
         set_seed(training_seed(args.seed, RANK, u))  # a resumed run goes on as if it had never stopped
         rate = cosine(u - 1, num_updates, args.learning_rate, args.final_learning_rate)
         optimizer.param_groups[0]["lr"] = rate
 
-        times = [time.perf_counter()]
+        start = time.perf_counter()
         steps, last_prompts, episodes = collect(policy, players, args)
-        times.append(time.perf_counter())
+        collected = time.perf_counter()
         # Drawn before they are scored, so that a step is scored and trained in the same batch.
-        minibatches = make_minibatches(steps, args)  # of the same Step objects
+        minibatches = make_minibatches(steps, args)  # the same Step objects, which are now completed in place
         score(policy, minibatches)
         stats = add_advantages(steps, policy.values(last_prompts), args)
-        times.append(time.perf_counter())
-        stats |= update(policy, optimizer, minibatches, args, value_only=u <= args.value_warmup)
-        times.append(time.perf_counter())
+        scored = time.perf_counter()
+        stats |= update(policy, optimizer, minibatches, args, warmup=u <= args.value_warmup)
+        updated = time.perf_counter()
 
         row = {"update": u, "global_step": u * rollout_steps, "episodes": gather(episodes)}
         recent = (recent + row["episodes"])[-100:]
-        # The first episodes to end are short and mostly successes, so their means would be too high: there
+        # Short episodes end first. In most worlds they are successes, and the means would be too high: there
         # are none until every player has ended an episode.
         all_have_ended = all(gather([player.episode > 1 for player in players]))
-        row |= charts(policy, steps, stats, times, recent if all_have_ended else [])
+        times = {"collect": collected - start, "score": scored - collected, "update": updated - scored}
+        row |= log_row(policy, steps, stats, times, recent if all_have_ended else [])
         row["charts/learning_rate"] = rate
-        if u == num_updates or (args.eval_every and u % args.eval_every == 0):
-            evaluation, best = evaluate_and_keep_best(policy, eval_players, folder, best)
-            row |= evaluation
+        last = u == num_updates
+        between = args.eval_every and u % args.eval_every == 0 and eval_players
+        if last or between:
+            row |= evaluate_for_log(policy, eval_players)
+            save_adapter(policy, folder / ("adapter" if last else f"adapter-{row['global_step']}"))
         write_row(folder, row, args)
         # Last: a run that is killed earlier repeats this update.
-        save_checkpoint(folder, policy, optimizer, players, update=u, best=best, recent=recent)
-    save_adapter(policy, folder / "adapter")
+        save_checkpoint(folder, policy, optimizer, players, update=u, recent=recent)
 
+
+# ================= VL-DAC ends here, but for Deviations 16 and 17. The rest is what any training program has.
 
 # ------------------------------------------------- loading a model, and what differs between their families
 
 
-def processor_class(path):
-    """The class of a model's processor. UserError if there is no such model, or if it takes no images."""
+def load_processor(path, max_image_tokens):
+    """A model's processor: chat template, tokenizer, images (as large as max_image_tokens allows).
+
+    UserError if there is no such model, or if it takes no images.
+    """
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())  # the hub's has several lines
-        raise envs.UserError(f"--model {path}: {reason}") from None
-    if type(config) not in PROCESSOR_MAPPING:
-        raise envs.UserError(f"--model {path}: it takes no images")
-    return PROCESSOR_MAPPING[type(config)]
-
-
-def load_processor(path, max_image_tokens):
-    """A model's processor: chat template, tokenizer, images (as large as max_image_tokens allows)."""
-    cls = processor_class(path)
+        raise UserError(f"--model {path}: {reason}") from None
+    check(type(config) in PROCESSOR_MAPPING, f"--model {path}: it takes no images")
+    cls = PROCESSOR_MAPPING[type(config)]
     # AutoProcessor would load video processors too, which need torchvision. Here they are None, which
     # transformers would refuse.
     cls.check_argument_for_proper_class = lambda *_: None
@@ -847,9 +885,8 @@ def load_vlm(args: Args):
     torch.backends.cuda.enable_cudnn_sdp(False)
     options = {"dtype": getattr(torch, args.dtype), "output_loading_info": True}
     vlm, loaded = AutoModelForImageTextToText.from_pretrained(args.model, **options)
-    if loaded["missing_keys"]:
-        missing = min(loaded["missing_keys"])
-        raise envs.UserError(f"--model {args.model} is not complete: it has no {missing}")
+    missing = min(loaded["missing_keys"], default=None)
+    check(missing is None, f"--model {args.model} is not complete: it has no {missing}")
     if args.device.startswith("cuda"):
         # PyTorch 2.13's cuDNN raises at the first convolution where another cuDNN is installed
         # (github.com/pytorch/pytorch/issues/188892), and on some GPUs it cannot compute Qwen3-VL's.
@@ -928,105 +965,21 @@ def check_frames(policy):
         prompt = policy.encode("", [blank] * count)
         ids, repeats = torch.unique_consecutive(prompt["input_ids"], return_counts=True)
         lengths += repeats[torch.isin(ids, torch.tensor(policy.banned_ids))].tolist()
-    if len(lengths) != 3 or len(set(lengths)) != 1:
-        message = f"one frame and two frames are {lengths} placeholders in a row, and not three equal ones"
-        raise envs.UserError(f"{policy.args.model} is not supported: {message}")
-
-
-# ------------------------------------------------------------------------------ decoding by a CUDA graph
-
-
-class Generation:
-    """`vlm.generate`; if `recorded`, with a CUDA graph of the forward pass for one more token.
-
-    The pass has thousands of small kernels, and to launch them one by one takes several times as long as they
-    run. A graph is launched as a whole. But it repeats what was recorded, in the same memory and without
-    Python: so inputs are copied to where they were, the cache of keys and values has a fixed size, and for a
-    batch of another size all is made anew.
-    """
-
-    def __init__(self, vlm, recorded):
-        self.vlm, self.recorded = vlm, recorded
-        # Where the cache is static, generate() calls this for all tokens but the first.
-        vlm.get_compiled_call = lambda _: self.decode_token
-        self.forget()
-
-    def forget(self):
-        """Drop the cache and the graph."""
-        self.size = self.cache = self.graph = self.inputs = self.output = None
-
-    def __call__(self, **inputs):
-        """From prompts (B, P) to prompts with their responses (B, P + R)."""
-        if not self.recorded:
-            return self.vlm.generate(**inputs)
-        B, P = inputs["input_ids"].shape
-        length = P + self.vlm.generation_config.max_new_tokens
-        length = math.ceil(length / 64) * 64  # so that it seldom changes
-        if (B, length) != self.size:
-            self.forget()  # first, so that there is never memory for both
-            self.size = (B, length)
-            self.cache = StaticCache(self.vlm.config, length)
-            for i, layer in enumerate(self.cache.layers):
-                # Gemma's sliding layers count in Python. The mask hides what is outside of their window, too.
-                if type(layer) is StaticSlidingWindowLayer:
-                    self.cache.layers[i] = StaticLayer(length)
-        self.cache.reset()
-        return self.vlm.generate(**inputs, past_key_values=self.cache)
-
-    def decode_token(self, **inputs):
-        """The forward pass for one more token of every response."""
-        if not self.recorded:  # any more: the graph has failed at an earlier token
-            return self.vlm(**inputs)
-        if self.graph is None:
-            return self.record(inputs)
-        for place, x in zip(tree_leaves(self.inputs), tree_leaves(inputs), strict=True):
-            if isinstance(x, torch.Tensor):
-                place.copy_(x)
-        self.graph.replay()
-        return self.output
-
-    def record(self, inputs):
-        """Record the pass and replay it. If that fails, or the result is wrong, there will be no graph."""
-        # What is right, with a copy of the cache. Before a recording there must be such a pass, in which
-        # libraries allocate what they need.
-        cache = copy.deepcopy(self.cache)
-        expected = self.vlm(**inputs | {"past_key_values": cache})
-        problem = "its result is not that of the model"
-        # Autocast would keep LoRA's weights in bfloat16, and the graph go on with those of now. This holds
-        # until the `with` in `sample` ends.
-        torch.set_autocast_cache_enabled(False)
-        try:
-            self.inputs, self.graph = inputs, torch.cuda.CUDAGraph()
-            # The outer stream is the current one, and will be again if the recording fails.
-            with torch.cuda.device(self.vlm.device), torch.cuda.stream(torch.cuda.current_stream()):
-                # thread_local: another thread may use the GPU meanwhile.
-                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                    self.output = self.vlm(**inputs)
-            self.graph.replay()
-            tolerance = expected.logits.abs().max().item() / 50  # the order of sums may be another one
-            close = torch.allclose(self.output.logits, expected.logits, rtol=0, atol=tolerance)
-            if close and self.cache.get_seq_length().equal(cache.get_seq_length()):
-                return self.output
-        except RuntimeError as error:
-            cause = error.__context__ or error  # the end of a recording that has failed raises, too
-            problem = str(cause).partition("\n")[0]
-        print_line(f"decoding goes on without a CUDA graph: {problem}")
-        self.recorded = False
-        self.forget()
-        return expected  # generate() goes on with the cache in it, the copy
+    alike = len(lengths) == 3 and len(set(lengths)) == 1
+    message = f"one frame and two frames are {lengths} placeholders in a row, and not three equal ones"
+    check(alike, f"{policy.args.model} is not supported: {message}")
 
 
 # -------------------------------------------------------------- several processes (torchrun), and messages
 
 
-def join_processes(args: Args, folder):
-    """Meet the other processes of torchrun. Returns the options and the folder of the first one."""
+def join_processes(args: Args):
+    """Meet the other processes of torchrun."""
     cuda = args.device == "cuda"
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # The processes wait for each other as long as the toy's lesson or an update may take.
+    # The processes wait for each other as long as the toy's teaching or an update may take.
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(days=1))
-    return gather([(args, folder)])[0]
 
 
 def gather(items: list) -> list:
@@ -1036,6 +989,12 @@ def gather(items: list) -> list:
     parts = [None] * WORLD_SIZE
     dist.all_gather_object(parts, items)
     return [item for part in parts for item in part]
+
+
+def mean_and_std(x) -> tuple[float, float]:
+    """Of the numbers of all processes."""
+    x = torch.cat(gather([x]))
+    return x.mean().item(), x.std().item()
 
 
 def average_gradients(parameters):
@@ -1053,27 +1012,33 @@ def print_line(text):
         sys.stdout.flush()
 
 
-# -------------------------------------------------------------------------------------------- evaluation
-
 BAR_INTERVAL = 0.1 if sys.stderr.isatty() else 10  # seconds between two states of a progress bar
 
 
-def players_at_once(args: Args, episodes) -> int:
-    """How many players a process needs for its share of an evaluation of so many episodes."""
+def progress(what, items=None, unit="it") -> tqdm:
+    """The items, with a bar that says what is done, and how far it is. What is done quickly shows none."""
+    intervals = {"mininterval": BAR_INTERVAL, "delay": BAR_INTERVAL, "miniters": 1}
+    return tqdm(items, what, unit=unit, leave=False, disable=RANK > 0, **intervals)
+
+
+# -------------------------------------------------------------------------------------------- evaluation
+
+
+def evaluation_players(args: Args, episodes) -> list[Player]:
+    """The players of a process for its share of so many episodes."""
     share = math.ceil(episodes / WORLD_SIZE)
-    N = args.num_envs // WORLD_SIZE
+    at_once = args.num_envs // WORLD_SIZE
     if args.env in [*envs.RED_BOX, *envs.CARDS]:  # light worlds: a larger batch takes little longer
-        return min(share, 4 * N, 64)
-    return min(share, N)  # simulators, browsers, and worlds that we do not know
+        at_once = min(4 * at_once, 64)  # not simulators, browsers, and worlds that we do not know
+    return [Player(args) for _ in range(min(share, at_once))]
 
 
 def evaluate(policy, players, seeds, play=None) -> list[dict]:
     """An episode on each seed, played by `act` as in training, or by another `play`: a dict each, by seed."""
-    set_seed(players[0].args.seed)
+    set_seed(players[0].args.seed + RANK)  # each process draws other random numbers
     waiting = list(seeds)[RANK::WORLD_SIZE]  # the processes share the seeds
     total = len(waiting)
-    intervals = {"mininterval": BAR_INTERVAL, "miniters": 1}  # else few steps at a time would not be shown
-    bar = tqdm(desc="evaluating", unit=" steps", leave=False, disable=RANK > 0, **intervals)
+    bar = progress("evaluating", unit=" steps")
     playing = players[:total]
     for player in playing:
         player.reset(waiting.pop(0))
@@ -1094,7 +1059,7 @@ def evaluate(policy, players, seeds, play=None) -> list[dict]:
 
 
 def summary(episodes) -> dict[str, float | None]:
-    """Means over episodes. The success rate is None where no episode has a flag; else one without has failed.
+    """Means over episodes. The success rate is None if none has a flag; otherwise one without has failed.
 
     >>> lost = {"success": None, "return": -1.0, "length": 3, "invalid": 1}
     >>> summary([lost, lost | {"success": True, "return": 2.0, "length": 1}])["success_rate"]
@@ -1112,74 +1077,37 @@ def summary(episodes) -> dict[str, float | None]:
 
 def evaluate_for_log(policy, players) -> dict[str, float | None]:
     """An evaluation, as part of a row of the log; empty if none is asked for."""
-    args = policy.args
-    if args.eval_episodes == 0:
+    if not players:
         return {}
-    episodes = evaluate(policy, players, range(args.eval_episodes))
+    episodes = evaluate(policy, players, range(policy.args.eval_episodes))
     return {f"eval/{name}": x for name, x in summary(episodes).items()}
-
-
-def evaluate_and_keep_best(policy, players, folder: Path, best):
-    """The same, after some training; an adapter that is better than all before goes to best/.
-
-    best  the highest (success rate, return) so far, None before the first. Returns the row's part, and the
-          new best. The best rate is somewhat too high: it is the maximum of several on the same seeds.
-    """
-    row = evaluate_for_log(policy, players)
-    if row:
-        reached = (row["eval/success_rate"] or 0.0, row["eval/episodic_return"])
-        if best is None or reached > best:
-            save_adapter(policy, folder / "best")
-            best = reached
-    return row, best
 
 
 # ---------------------------------------------------------------------------- the log and the checkpoint
 
 
-class UpdateLog:
-    """Means over the micro-batches of an update, weighted by their numbers of steps, for the log."""
+@torch.no_grad()
+def diagnostics(newlogprobs, logprobs, baselogprobs, mask, clip_coef) -> dict[str, float]:
+    """What the log tells of a micro-batch besides its losses; all but clip_coef (B, R).
 
-    def __init__(self, args: Args):
-        self.clip_coef = args.clip_coef
-        self.is_first_minibatch = True
-        self.ratio_first = 0.0  # largest |ratio - 1| in the first minibatch, before any optimizer step
-        self.losses, self.sizes = [], []  # of each micro-batch: its losses, and how many steps it has
-        self.norms = []  # of each minibatch's gradients: LoRA's, and the value head's
-
-    @torch.no_grad()
-    def add(self, losses, newlogprobs, logprobs, baselogprobs, mask):
-        """Add a micro-batch. losses: scalars by name; the others (B, R)."""
-        logratio = newlogprobs - logprobs
-        ratio = logratio.exp()
-        distance = (ratio - 1).abs()
-        if self.is_first_minibatch:
-            self.ratio_first = max(self.ratio_first, distance.max().item())
-        losses = losses | {
-            "approx_kl": step_mean((ratio - 1) - logratio, mask),  # D(old || new), as in CleanRL
-            "clipfrac": step_mean((distance > self.clip_coef).float(), mask),
-            # Of the policy that sampled, estimated from its tokens:
-            "kl_base": kl_base(logprobs, baselogprobs, mask),
-            "entropy": -step_mean(logprobs, mask),
-        }
-        self.losses.append({name: loss.item() for name, loss in losses.items()})
-        self.sizes.append(len(mask))
-
-    def end_minibatch(self, norm_lora, norm_value):
-        """Add the norms of a minibatch's gradients."""
-        self.norms.append([norm_lora.item(), norm_value.item()])
-        self.is_first_minibatch = False
-
-    def means(self) -> dict[str, float]:
-        means = {"ratio_first": max(gather([self.ratio_first]))}
-        for name in self.losses[0]:
-            means[name] = np.average([losses[name] for losses in self.losses], weights=self.sizes).item()
-        means["grad_norm_lora"], means["grad_norm_value"] = np.mean(self.norms, axis=0).tolist()
-        return means
+    Of the three divergences in the log, approx_kl is from the policy that sampled to the current one,
+    kl_base from the base to the policy that sampled, and kl_loss what is optimised, of the current one.
+    """
+    logratio = newlogprobs - logprobs
+    ratio = logratio.exp()
+    distance = (ratio - 1).abs()
+    return {
+        "ratio_distance": distance.max().item(),
+        "approx_kl": step_mean((ratio - 1) - logratio, mask).item(),  # as in CleanRL
+        "clipfrac": step_mean((distance > clip_coef).float(), mask).item(),
+        # Of the policy that sampled, estimated from its tokens:
+        "kl_base": kl_base(logprobs, baselogprobs, mask).item(),
+        "entropy": -step_mean(logprobs, mask).item(),
+    }
 
 
-def charts(policy, steps, losses, times, episodes) -> dict:
-    """A row of the log, of an update: its losses, means over its steps and over `episodes`, if any.
+def log_row(policy, steps, stats, times, episodes) -> dict:
+    """A row of the log, of an update: its stats and times, means over its steps and over `episodes`, if any.
 
     Of several processes, the means over steps and the losses are the first one's; the episodes, ratio_first,
     advantage_std and the norms of the gradients are those of all.
@@ -1193,10 +1121,10 @@ def charts(policy, steps, losses, times, episodes) -> dict:
         "charts/invalid_action_rate": np.mean([step.action is None for step in steps]).item(),
         "charts/cut_share": np.mean(cut).item(),
         "charts/response_length": np.mean([len(step.tokens) for step in steps]).item(),
+        "charts/env_steps_per_second": len(steps) * WORLD_SIZE / sum(times.values()),
     }
-    row |= {f"losses/{name}": x for name, x in losses.items()}
-    row["charts/env_steps_per_second"] = len(steps) * WORLD_SIZE / (times[-1] - times[0])
-    row["time/collect"], row["time/score"], row["time/update"] = np.diff(times).tolist()
+    row |= {f"losses/{name}": x for name, x in stats.items()}
+    row |= {f"time/{name}": seconds for name, seconds in times.items()}
     if policy.args.device.startswith("cuda"):
         row["gpu/max_memory_gb"] = torch.cuda.max_memory_allocated(policy.args.device) / 1e9
         torch.cuda.reset_peak_memory_stats(policy.args.device)
@@ -1204,48 +1132,45 @@ def charts(policy, steps, losses, times, episodes) -> dict:
     row["samples"] = []
     for step in sorted(steps, key=lambda step: step.action is not None)[:2]:  # what did not parse comes first
         prompt = policy.tokenizer.decode(step.prompt["input_ids"][0], skip_special_tokens=True)
-        sample = {"prompt": prompt, "response": step.text}
-        row["samples"].append(sample | {"action": step.action, "reward": step.reward})
+        sample = {"prompt": prompt, "response": step.text, "action": step.action, "reward": step.reward}
+        row["samples"].append(sample)
     return row
 
 
-PRINTED = {  # in the line that is printed after an update
-    "success": "charts/success_rate",
-    "return": "charts/episodic_return",
-    "invalid": "charts/invalid_action_rate",
-    "entropy": "losses/entropy",
-    "kl_base": "losses/kl_base",
-    "expl_var": "losses/explained_variance",
-    "steps/s": "charts/env_steps_per_second",
+PRINTED = {  # on the screen, of a row
+    "charts/success_rate": "success",
+    "charts/episodic_return": "return",
+    "charts/invalid_action_rate": "invalid",
+    "losses/kl_base": "kl_base",
+    "losses/explained_variance": "expl_var",
+    "eval/success_rate": "eval_success",
+    "eval/episodic_return": "eval_return",
 }
-HEAD = "   steps" + "".join(f"{name:>9}" for name in PRINTED)
 
 
 def write_row(folder: Path, row: dict, args: Args):
     """Write a row of the log: to log.jsonl, as a line on the screen, and to Weights & Biases if asked."""
     if RANK > 0:
         return
-    if row["update"] % 10 == 1:
-        print_line(HEAD)
-    if row["update"] > 0:
-        cells = []
-        for key in PRINTED.values():
-            x = row.get(key)
-            cells.append("-" if x is None else f"{x:.3f}")
-        print_line(f"{row['global_step']:>8}" + "".join(f"{cell:>9}" for cell in cells))
-    evaluation = []
     for key, x in row.items():
-        if key.startswith("eval/") and x is not None:
-            evaluation.append(f"{key.removeprefix('eval/')} {x:.3g}")
-    if evaluation:
-        print_line(f"{row['global_step']:>8}  on {args.eval_episodes} fixed seeds: {', '.join(evaluation)}")
+        if isinstance(x, float) and not math.isfinite(x):
+            row[key] = None  # JSON has no infinity
+    numbers = ""
+    for key, name in PRINTED.items():
+        if key in row:
+            numbers += f"  {name} " + ("-" if row[key] is None else f"{row[key]:.3f}")
+    if numbers:
+        print_line(f"{row['global_step']:>7} steps{numbers}")
     with open(folder / "log.jsonl", "a" if row["update"] > 0 else "w") as file:
-        print(json.dumps(row, allow_nan=False), file=file)
+        print(json.dumps(row), file=file)
     if args.track:
         import wandb
 
         if wandb.run is None:
-            wandb.init(project="vldac", name=folder.name, config=vars(args))
+            path = folder / "wandb_id"  # by which a resumed run goes on in its own curves
+            run_id = path.read_text() if path.exists() else None
+            run = wandb.init(project="vldac", name=folder.name, config=vars(args), id=run_id, resume="allow")
+            path.write_text(run.id)
         scalars = {key: x for key, x in row.items() if key not in ("samples", "episodes")}
         wandb.log(scalars, step=row["global_step"])
 
@@ -1283,9 +1208,8 @@ def load_weights(folder: Path, policy) -> dict:
     """Put a checkpoint's weights into the policy. Returns the checkpoint; UserError if they do not fit."""
     path = folder / "checkpoint.pt"
     state = torch.load(path, map_location="cpu", weights_only=True)
-    differing = state["weights"].keys() ^ trainable_weights(policy).keys()
-    if differing:
-        raise envs.UserError(f"{path} is of another model: only one of the two has {min(differing)}")
+    fits = state["weights"].keys() == trainable_weights(policy).keys()
+    check(fits, f"{path} is of another model: the names of its weights differ")
     policy.load_state_dict(state["weights"], strict=False)  # they are not all: the rest is the base model
     return state
 
@@ -1307,27 +1231,13 @@ def load_checkpoint(folder: Path, policy, optimizer, players) -> dict:
 
 def show_a_response(policy, player):
     """Print a prompt, the response and its action: does the model answer in the format?"""
-    text, frames = player.turn()
+    print_line(f"LoRA is on {len(policy.lora_parameters()) // 2} linear layers of the language model")
+    text, frames = player.prompt()
     [response] = policy.decode(policy.sample([policy.encode(text, frames)]))
     action = parse_action(response, player.info["actions"])
     print_line(f"the first prompt, after its frames:\n{text}")
     print_line(f"a response: {response}")
     print_line(f"its action: {action}" if action else "it names no admissible action")
-
-
-def begin_or_resume(folder: Path, policy, optimizer, players, eval_players) -> dict:
-    """Begin a run, or go on with one that has a checkpoint. Returns that checkpoint."""
-    print_line(f"LoRA is on {len(policy.lora_parameters()) // 2} linear layers of the language model")
-    if (folder / "checkpoint.pt").exists():
-        state = load_checkpoint(folder, policy, optimizer, players)
-        if state["update"] % 10 > 0:  # else the next row brings them
-            print_line(HEAD)
-        return state
-    row = {"update": 0, "global_step": 0} | evaluate_for_log(policy, eval_players)
-    write_row(folder, row, policy.args)
-    state = {"update": 0, "best": None, "recent": []}
-    save_checkpoint(folder, policy, optimizer, players, **state)
-    return state
 
 
 # -------------------------------------------------------------------------------------------- the options
@@ -1350,171 +1260,141 @@ PRESETS = {
     **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARD_GAME),
     **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPT),
 }
-# Options that may differ when a run is resumed.
-MAY_CHANGE = {"device", "cuda_graph", "micro_batch_size", "gradient_checkpointing", "track", "resume"}
-# Whole numbers must be above 0, and so must these fractions.
-ABOVE_ZERO = {"learning_rate", "final_learning_rate", "temperature", "clip_coef", "max_grad_norm"}
-# But these numbers may be 0.
-MAY_BE_ZERO = {"seed", "value_warmup", "eval_episodes", "eval_every", "vf_coef", "kl_coef"}
+# Options that may differ when a run is resumed: the training is the same.
+MAY_CHANGE = {"device", "micro_batch_size", "gradient_checkpointing", "track", "resume"}
+MAY_BE_ZERO = {"seed", "value_warmup", "eval_episodes", "eval_every"}  # other whole numbers may not
 
 
 def load_args(folder, args_class=Args, program=None) -> Args:
     """The options of a run, from its args.json; names that `args_class` does not have are ignored.
 
-    program  UserError if the run is not one of this program, with exactly these options
+    program  UserError if the run is not one of this program
     """
     try:
         saved = json.loads(Path(folder, "args.json").read_text())
     except (OSError, ValueError) as error:
-        raise envs.UserError(f"{folder} is not the folder of a run: {error}") from None
+        raise UserError(f"{folder} is not the folder of a run: {error}") from None
+    saved_by = saved.get("program", program)
+    check(program in (None, saved_by), f"{folder} is a run of {saved_by}.py")
     names = {option.name for option in dataclasses.fields(args_class)}
-    saved_by = saved.pop("program", program)
-    if program and saved_by != program:
-        raise envs.UserError(f"{folder} is a run of {saved_by}.py")
-    if program and saved.keys() != names:
-        name = min(saved.keys() ^ names)
-        raise envs.UserError(f"{folder} is a run of other code: only one of the two has --{name}")
     args = args_class(**{name: x for name, x in saved.items() if name in names})
-    if args.model == "tiny":  # a run keeps its toy in its own folder, so that it can be moved
+    # A run keeps its toy and the adapter that it starts from in its own folder, so that it can be moved.
+    if args.model == "tiny":
         args.model = str(Path(folder, "base"))
+    if args.adapter:
+        args.adapter = str(Path(folder, "adapter-0"))
     return args
 
 
-def make_parser(args_class) -> HfArgumentParser:
-    """A parser of what is typed. --help has the module's docstring, Args as it stands, and the presets."""
-    parts = [sys.modules[args_class.__module__].__doc__]
-    for cls in reversed(args_class.__mro__[:-1]):  # Args, and what an extra adds to it
-        declarations, _, _ = inspect.getsource(cls).partition("\n    def ")
-        parts.append(declarations)
-    parts += [f"{name}: {preset}" for name, preset in PRESETS.items()]
-    layout = {"usage": "%(prog)s [options]", "formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = HfArgumentParser(args_class, allow_abbrev=False, description="\n".join(parts), **layout)
+def typed_options(argv, args_class) -> dict:
+    """The options that are typed, and no others, by name."""
+    note = "The toy and some worlds have other defaults. What an option means: see Args, and docs/guide.md."
+    parser = HfArgumentParser(args_class, usage="%(prog)s [options]", epilog=note, allow_abbrev=False)
     for action in parser._actions:
-        action.default = argparse.SUPPRESS  # the result has only what was typed
-        action.help = argparse.SUPPRESS
-    return parser
+        action.help = action.help or f"default: {action.default}"
+        action.default = argparse.SUPPRESS  # what is not typed is not in the result
+    return vars(parser.parse_args(argv))
 
 
 def parse_args(argv=None, args_class=Args, program=None, defaults=None) -> Args:
-    """The options: typed, else those of --resume or the `defaults`, else the world's, the toy's, Args'."""
-    typed = vars(make_parser(args_class).parse_args(argv))
-    fixed = {}  # options that may be typed, but not changed
-    if typed.get("adapter"):  # it brings its rank
-        config = Path(typed["adapter"], "adapter_config.json")
-        if not config.exists():
-            raise envs.UserError(f"{config.parent} is not the folder of an adapter: no {config.name}")
-        adapter = json.loads(config.read_text())
-        fixed = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"]}
-    if typed.get("resume"):
-        defaults = vars(load_args(typed["resume"], args_class, program))
-        fixed |= {name: x for name, x in defaults.items() if name not in MAY_CHANGE}
+    """The options: typed > those of the run that is resumed, or `defaults` > world > toy > Args."""
+    typed = typed_options(argv, args_class)
+    adapter, resumed = typed.get("adapter"), typed.get("resume")
+    fixed = {}  # what may be typed, but not changed
+    if adapter:  # it brings its rank
+        path = Path(adapter, "adapter_config.json")
+        check(path.exists(), f"{adapter} is not the folder of an adapter: no {path.name}")
+        config = json.loads(path.read_text())
+        fixed = {"lora_rank": config["r"], "lora_alpha": config["lora_alpha"]}
+    if resumed:
+        defaults = vars(load_args(resumed, args_class, program))
+        fixed = {name: x for name, x in defaults.items() if name not in MAY_CHANGE}
     if defaults is None:
-        start = args_class(**typed)  # whose world and model choose the presets
-        defaults = PRESETS.get(start.env, {})
-        if start.model == "tiny":
+        args = args_class(**typed)  # its world and model choose the presets
+        defaults = PRESETS.get(args.env, {})
+        if args.model == "tiny":
             defaults = PRESETS["tiny"] | defaults | {"gradient_checkpointing": False}
     args = args_class(**defaults | fixed | typed)
-    changed = [f"its --{name} is {x}" for name, x in fixed.items() if getattr(args, name) != x]
-    if changed:
-        folder = typed.get("resume") or typed["adapter"]
-        raise envs.UserError(f"{folder} cannot be changed: {', '.join(changed)}")
+    for name, x in fixed.items():
+        unchanged = getattr(args, name) == x
+        check(unchanged, f"{resumed or adapter} has --{name} {x}, which cannot change")
     return args
 
 
-def check_args(args: Args, update=True):
-    """UserError with all that is wrong in what was typed; update: also with what only an update needs."""
-    device_found = not args.device.startswith("cuda") or torch.cuda.is_available()
-    rules = {  # what to print, and whether all is well
-        "--gamma must be between 0 and 1": 0 <= args.gamma <= 1,
-        "--gae_lambda must be between 0 and 1": 0 <= args.gae_lambda <= 1,
-        "--value_hidden must be above 0": all(width > 0 for width in args.value_hidden),
-        "--seed must be below 2^32": args.seed < 2**32,
-        "--device must be cpu, mps or cuda": re.fullmatch(r"(cpu|mps|cuda)(:\d+)?", args.device),
-        "--device must have no number: each process has its GPU": WORLD_SIZE == 1 or ":" not in args.device,
-        f"--device {args.device}: PyTorch {torch.__version__} finds no GPU; --device cpu?": device_found,
-    }
+def check_args(args: Args):
+    """UserError for what would else be a traceback, an endless wait or silent nonsense."""
     for name, x in vars(args).items():
-        if name in MAY_BE_ZERO:
-            rules[f"--{name} must be at least 0"] = x >= 0
-        elif name in ABOVE_ZERO or type(x) is int:
-            rules[f"--{name} must be above 0"] = x > 0
-    if update:
-        steps = args.num_envs * args.num_steps
-        rollout = f"num_envs * num_steps = {steps}"
-        processes = f"a multiple of the {WORLD_SIZE} processes"
-        fits = args.model != "tiny" or not args.adapter
-        rules |= {
-            f"{rollout} must be at least 2, or no advantage can be normalised": steps >= 2,
-            f"{rollout} must be at most --total_timesteps": steps <= args.total_timesteps,
-            f"{rollout} must be a multiple of --minibatch_size": steps % max(1, args.minibatch_size) == 0,
-            f"--num_envs must be {processes}": args.num_envs % WORLD_SIZE == 0,
-            f"--minibatch_size must be {processes}": args.minibatch_size % WORLD_SIZE == 0,
-            "--track needs Weights & Biases: pip install wandb": not args.track or find_spec("wandb"),
-            "a toy is taught for its run: --adapter needs that run's base/ as --model": fits,
-        }
-    problems = [rule for rule, holds in rules.items() if not holds]
-    if update and args.model != "tiny":
-        try:
-            processor_class(args.model)
-        except envs.UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise envs.UserError("; ".join(problems))
+        least = 0 if name in MAY_BE_ZERO else 1
+        check(type(x) is not int or x >= least, f"--{name} must be at least {least}")
+    for name in ("learning_rate", "final_learning_rate", "temperature"):
+        check(getattr(args, name) > 0, f"--{name} must be above 0")
+    for name in ("gamma", "gae_lambda"):
+        check(0 <= getattr(args, name) <= 1, f"--{name} must be between 0 and 1")
+    devices = ["cpu"]
+    if torch.backends.mps.is_available():
+        devices += ["mps"]
+    if torch.cuda.is_available():
+        devices += ["cuda", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    found = f"PyTorch {torch.__version__} finds {', '.join(devices)}"
+    check(args.device in devices, f"--device {args.device}: {found}")
+
+
+def check_training(args: Args):
+    """UserError as by check_args, and for what only a training needs."""
+    check_args(args)
+    steps = args.num_envs * args.num_steps
+    rollout = f"num_envs * num_steps = {steps}"
+    check(steps <= args.total_timesteps, f"{rollout} must be at most --total_timesteps")
+    check(steps % args.minibatch_size == 0, f"{rollout} must be a multiple of --minibatch_size")
+    for name in ("num_envs", "minibatch_size"):
+        divides = getattr(args, name) % WORLD_SIZE == 0
+        check(divides, f"--{name} must be a multiple of the {WORLD_SIZE} processes")
+    check(WORLD_SIZE == 1 or ":" not in args.device, "--device must have no number: each process has its GPU")
+    check(not args.track or find_spec("wandb"), "--track needs Weights & Biases: pip install wandb")
+    if args.model == "tiny":
+        check(not args.adapter, "a toy is taught for its run: --adapter needs that run's base/ as --model")
+    else:
+        load_processor(args.model, args.max_image_tokens)  # it raises before there is a folder
 
 
 # -------------------------------------------------------------------------------------------- the program
 
 
-def toy_folder(args: Args) -> str:
-    """The folder of the toy for these options, which another process teaches if there is none yet."""
-    script = Path(__file__).parent / "extras" / "toy.py"
-    if not script.exists():
-        raise envs.UserError(f"the toy model needs {script}; without it, give a --model")
-    command = [sys.executable, str(script), json.dumps(vars(args))]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return done.stdout.splitlines()[-1]
-
-
 def new_run(args: Args, program) -> Path:
-    """A folder for the run with args.json, and with the toy model in base/."""
-    variant = [] if program == "vldac" else [program]
-    name = "-".join([args.env, Path(args.model).name, *variant, str(args.seed)])
+    """A folder for the run with args.json, the toy model in base/, and the adapter it starts from."""
+    variant = "" if program == "vldac" else f"-{program}"
+    name = f"{args.env}-{Path(args.model).name}{variant}-{args.seed}"
     name = args.run_name or re.sub(r"[^\w.-]+", "-", name)
-    toy = toy_folder(args) if args.model == "tiny" else None
-    for number in itertools.count(1):  # a taken name gets -2, -3 ...
-        folder = Path(args.runs_dir, f"{name}-{number}" if number > 1 else name)
-        try:
-            folder.mkdir(parents=True)
-            break
-        except FileExistsError:
-            continue
-    (folder / "args.tmp").write_text(json.dumps({"program": program} | vars(args), indent=1))
-    if toy:
+    if args.model == "tiny":  # before there is a folder: it is taught for minutes, and may be stopped
+        script = Path(__file__).parent / "extras" / "toy.py"
+        check(script.exists(), f"the toy model needs {script}; without it, give a --model")
+        command = [sys.executable, str(script), json.dumps(vars(args))]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        toy = done.stdout.splitlines()[-1]
+    folder, number = Path(args.runs_dir, name), 1
+    while folder.exists():  # a taken name gets -2, -3 ...
+        number += 1
+        folder = Path(args.runs_dir, f"{name}-{number}")
+    folder.mkdir(parents=True)
+    if args.model == "tiny":
         shutil.copytree(toy, folder / "base")
-        args.model = str(folder / "base")
+    if args.adapter:
+        shutil.copytree(args.adapter, folder / "adapter-0")
+    (folder / "args.tmp").write_text(json.dumps({"program": program} | vars(args), indent=1))
     os.replace(folder / "args.tmp", folder / "args.json")  # last: a folder with args.json is complete
     return folder
-
-
-def exit_with(error):
-    """End the program with the error as one line."""
-    message = "; ".join([str(error), *getattr(error, "__notes__", [])])
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
-    raise SystemExit(2) from None
 
 
 def main(argv=None, args_class=Args, training=None):
     """The program. Another algorithm has options of its own, and a function (args, folder) that trains."""
     training = training or train
-    program = Path(inspect.getfile(training)).stem
-    folder = None
-    python = sys.executable.removeprefix(f"{Path.cwd()}/")
-    look = f"{python} {os.path.relpath(Path(__file__).with_name('eval.py'))} page"
+    program = Path(inspect.getfile(training)).stem  # the name of its file
     launcher = "" if WORLD_SIZE == 1 else f"-m torch.distributed.run --nproc_per_node={WORLD_SIZE} "
-    resume = f"{python} {launcher}{sys.argv[0]} --resume"
+    resume = f"{sys.executable} {launcher}{sys.argv[0]} --resume"
+    folder = None
     try:
         args = parse_args(argv, args_class, program)
-        check_args(args)
+        check_training(args)
         if args.model == "tiny" and args.device == "cpu" and os.path.exists("/dev/nvidia0"):
             reason = f"PyTorch {torch.__version__} does not find it (a build for the CPU, or an old driver?)"
             if torch.cuda.is_available():
@@ -1524,17 +1404,20 @@ def main(argv=None, args_class=Args, training=None):
         if RANK == 0:  # it may teach the toy, so this comes before the other processes are joined
             folder = Path(args.resume) if args.resume else new_run(args, program)
         if WORLD_SIZE > 1:
-            args, folder = join_processes(args, folder)
-        defaults = args_class(model=args.model, device=args.device, dtype=args.dtype)
-        changed = [f"{name} {x}" for name, x in vars(args).items() if x != getattr(defaults, name)]
-        print_line(f"{folder}: {args.model} on {args.device} in {args.dtype}")
-        print_line(f"not at their defaults: {', '.join(changed) or 'none'}")
+            join_processes(args)
+            [folder, *_] = gather([folder])  # that of the first process
+        if not args.resume:
+            args = load_args(folder, args_class)
+        print_line(
+            f"{folder}: {args.model} on {args.device} in {args.dtype}; args.json there has all options"
+        )
         print_line(f"to go on after any stop: {resume} {folder}")
         training(args, folder)
-        print_line(f"to look at it: {look} {folder}")
+        page = Path(__file__).parent / "extras" / "page.py"
+        print_line(f"to look at it: {sys.executable} {page} {folder}")
         if WORLD_SIZE > 1:
             dist.destroy_process_group()
-    except envs.UserError as error:
+    except UserError as error:
         exit_with(error)
     except KeyboardInterrupt:
         raise SystemExit(f"stopped; to go on: {resume} {folder}" if folder else "stopped") from None

@@ -8,11 +8,10 @@ token-per-step  the same with lambda^(1/R_t), R_t tokens in the response: a step
 none            V = 0, and there is no value loss: an advantage is a discounted sum of the rewards that follow
                 in the rollout, and a step that timed out adds 0.
 
-It replaces vldac.VLMPolicy, and for values of tokens vldac.add_advantages and vldac.update. (The page that
-eval.py makes of a run has advantages per step.)
+It replaces vldac.VLMPolicy, and for values of tokens vldac.add_advantages and vldac.losses. (A page by
+extras/page.py has advantages per step.)
 """
 
-import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +19,11 @@ from typing import Literal
 from unittest import mock
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vldac  # noqa: E402
-from vldac import kl_base, kl_old, pad, step_mean  # noqa: E402
+from vldac import diagnostics, kl_base, kl_old, pad, step_mean  # noqa: E402
 
 
 @dataclass
@@ -153,56 +151,33 @@ def token_value_loss(values, returns, mask):
     return 0.5 * step_mean((values - returns).pow(2), mask)
 
 
-def update(policy, optimizer, minibatches, args, value_only=False):
-    """vldac.update with values of tokens: a copy but for the lines below which "Of tokens" is written."""
-    policy.train()
-    lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
-    for parameter in lora:
-        parameter.requires_grad_(not value_only)
-    log = vldac.UpdateLog(args)
-    for epoch in range(args.update_epochs):
-        if epoch > 0:
-            minibatches = random.sample(minibatches, len(minibatches))
-        for minibatch in minibatches:
-            optimizer.zero_grad()
-            size = sum(len(micro) for micro in minibatch)
-            for micro in minibatch:
-                prompts = [step.prompt for step in micro]
-                responses = [step.tokens for step in micro]
-                newlogprobs, mask, newvalues = policy(prompts, responses)
-                logprobs = pad([step.logprobs for step in micro])  # (B, R)
-                baselogprobs = pad([step.baselogprobs for step in micro])
+def losses(policy, micro, args):
+    """vldac.losses with values of tokens: a copy but for the lines below which "Of tokens" is written."""
+    prompts, responses = [step.prompt for step in micro], [step.tokens for step in micro]
+    newlogprobs, mask, newvalues = policy(prompts, responses)
+    logprobs = pad([step.logprobs for step in micro])  # (B, R)
+    baselogprobs = pad([step.baselogprobs for step in micro])  # (B, R)
 
-                # Of tokens:
-                advantages = pad([step.advantage for step in micro]).to(args.device)  # (B, R)
-                returns = pad([step.ret for step in micro]).to(args.device)  # (B, R)
-                pg_loss = token_policy_loss(newlogprobs, logprobs, advantages, mask, args.clip_coef)
-                v_loss = token_value_loss(newvalues[:, :-1], returns, mask)
+    # Of tokens:
+    advantages = pad([step.advantage for step in micro]).to(args.device)  # (B, R)
+    returns = pad([step.ret for step in micro]).to(args.device)  # (B, R)
+    pg_loss = token_policy_loss(newlogprobs, logprobs, advantages, mask, args.clip_coef)
+    v_loss = token_value_loss(newvalues[:, :-1], returns, mask)
 
-                if args.kl_ref == "base":
-                    kl = kl_base(newlogprobs, baselogprobs, mask)
-                else:
-                    kl = kl_old(newlogprobs, logprobs, mask)
-                if value_only:
-                    loss = args.vf_coef * v_loss
-                else:
-                    loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss
-                (loss * len(micro) / size).backward()
-                losses = {"policy_loss": pg_loss, "kl": kl, "value_loss": v_loss}
-                log.add(losses, newlogprobs, logprobs, baselogprobs, mask)
+    if args.kl_ref == "base":
+        kl = kl_base(newlogprobs, baselogprobs, mask)
+    else:
+        kl = kl_old(newlogprobs, logprobs, mask)
+    loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss
 
-            vldac.average_gradients([*lora, *value_head])
-            norm_lora = clip_grad_norm_(lora, args.max_grad_norm, error_if_nonfinite=True)
-            norm_value = clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
-            log.end_minibatch(norm_lora, norm_value)
-            optimizer.step()
-    return log.means()
+    log = {"policy_loss": pg_loss.item(), "kl_loss": kl.item(), "value_loss": v_loss.item()}
+    return loss, log | diagnostics(newlogprobs, logprobs, baselogprobs, mask, args.clip_coef)
 
 
 def train(args, folder):
     replaced = {"VLMPolicy": NoCritic}
     if args.critic != "none":
-        replaced = {"VLMPolicy": TokenCritic, "add_advantages": add_advantages, "update": update}
+        replaced = {"VLMPolicy": TokenCritic, "add_advantages": add_advantages, "losses": losses}
     with mock.patch.multiple(vldac, **replaced):  # for the length of this call
         vldac.train(args, folder)
 

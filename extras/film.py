@@ -15,8 +15,11 @@ from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from page import OUTCOMES, record  # noqa: E402
+
 import eval as evaluation  # noqa: E402
 import vldac  # noqa: E402
+from envs import UserError, check, exit_with  # noqa: E402
 
 
 def thought_of(response) -> str:
@@ -40,7 +43,7 @@ def panel(title, recording, k):
     else:
         frame = recording.last_image
         thought = f"return {recording.result['return']:.2f}"
-        action, color = evaluation.OUTCOMES[recording.result["success"]]
+        action, color = OUTCOMES[recording.result["success"]]
     image = Image.open(io.BytesIO(frame))
     height = round(420 * image.height / image.width)
     canvas = Image.new("RGB", (430, height + 175), "white")
@@ -77,16 +80,16 @@ def animate(before, after, path):
     print(path)
 
 
-def main(folder, *argv):
+def main(folder, *options):
     try:
-        args, checkpoint = evaluation.options_of_run("film", Path(folder), ["--episodes=1", *argv])
-        before, after = {}, {}
-        evaluation.make_result("start", args, None, before)
-        evaluation.make_result("run", args, checkpoint, after)
+        args, checkpoint = evaluation.options_of_run("run", Path(folder), options, episodes=1)
+        check(checkpoint, "a film shows the run's own start and end: it takes no --adapter")
+        _, before = record("start", args)
+        _, after = record("run", args, checkpoint)
         for seed in before:
             animate(before[seed], after[seed], Path(folder, f"film-{seed}.gif"))
-    except vldac.envs.UserError as error:
-        vldac.exit_with(error)
+    except UserError as error:
+        exit_with(error)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ It has `collect`, `make_minibatches` and `train` of its own, and replaces vldac.
 
 import dataclasses
 import itertools
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -100,60 +101,69 @@ def make_minibatches(episodes, args) -> list:
     # two factors it is LOOP's: a mean over an episode's tokens, then over all episodes.
     for step in steps:
         step.advantage *= len(steps) / len(episodes)
-    return vldac.make_minibatches(steps, args) if steps else []
+    if not steps:
+        return []
+    # What is left need not be a multiple of a minibatch: equally large ones.
+    number = math.ceil(len(steps) / args.minibatch_size)
+    size = math.ceil(len(steps) / number)
+    return vldac.make_minibatches(steps, dataclasses.replace(args, minibatch_size=size))
 
 
 def train(args, folder):
     """A whole training, as long as num_envs * num_steps steps are left."""
     players = [vldac.Player(args, index) for index in range(args.num_envs)]
     eval_args = dataclasses.replace(args, split="eval")
-    eval_players = [vldac.Player(eval_args) for _ in range(vldac.players_at_once(args, args.eval_episodes))]
+    eval_players = vldac.evaluation_players(eval_args, args.eval_episodes)
     vldac.set_seed(args.seed)
     policy = vldac.VLMPolicy(args)
     optimizer = vldac.make_optimizer(policy, args)
     unit = args.num_envs * args.num_steps  # environment steps of an update of VL-DAC: the schedule's unit
     num_updates = args.total_timesteps // unit
-    if not args.resume:
+    if (folder / "checkpoint.pt").exists():
+        state = vldac.load_checkpoint(folder, policy, optimizer, [])  # no episode is half played
+    else:
         players[0].reset(vldac.training_seed(args.seed, 0, 1))
         vldac.show_a_response(policy, players[0])
-    state = vldac.begin_or_resume(folder, policy, optimizer, [], eval_players)  # no episode is half played
-    u, best, recent = state["update"], state["best"], state["recent"]
-    played = state.get("played", 0)  # environment steps
+        row = {"update": 0, "global_step": 0} | vldac.evaluate_for_log(policy, eval_players)
+        vldac.write_row(folder, row, args)
+        state = {"update": 0, "played": 0, "recent": []}
+        vldac.save_checkpoint(folder, policy, optimizer, [], **state)
+    u, played, recent = state["update"], state["played"], state["recent"]  # played: environment steps
 
     while played + unit <= args.total_timesteps:
         u += 1
         rate = vldac.cosine(played // unit, num_updates, args.learning_rate, args.final_learning_rate)
         optimizer.param_groups[0]["lr"] = rate
         vldac.set_seed(vldac.training_seed(args.seed, 0, u))
-        times = [time.perf_counter()]
+        start = time.perf_counter()
         episodes = collect(policy, players, args, u)
-        times.append(time.perf_counter())
+        collected = time.perf_counter()
         minibatches = make_minibatches(episodes, args)
         vldac.score(policy, minibatches)
         steps = list(itertools.chain(*episodes))
         for step in steps:
             step.ret = step.value  # not used: the value loss has the weight 0
-        times.append(time.perf_counter())
-        losses = {}
+        scored = time.perf_counter()
+        stats = {}
         if minibatches:
             with mock.patch.object(vldac, "policy_loss", loop_loss):  # for the length of this call
-                losses = vldac.update(policy, optimizer, minibatches, args)
-        times.append(time.perf_counter())
+                stats = vldac.update(policy, optimizer, minibatches, args)
+        updated = time.perf_counter()
 
         results = [player.result() for player in players]
         recent = (recent + results)[-100:]
         played += len(steps)
         row = {"update": u, "global_step": played, "episodes": results}
-        row |= vldac.charts(policy, steps, losses, times, recent)
+        times = {"collect": collected - start, "score": scored - collected, "update": updated - scored}
+        row |= vldac.log_row(policy, steps, stats, times, recent)
         row["charts/learning_rate"] = rate
         last = played + unit > args.total_timesteps
-        if last or (args.eval_every and u % args.eval_every == 0):
-            evaluation, best = vldac.evaluate_and_keep_best(policy, eval_players, folder, best)
-            row |= evaluation
+        between = args.eval_every and u % args.eval_every == 0 and eval_players
+        if last or between:
+            row |= vldac.evaluate_for_log(policy, eval_players)
+            vldac.save_adapter(policy, folder / ("adapter" if last else f"adapter-{played}"))
         vldac.write_row(folder, row, args)
-        state = {"update": u, "played": played, "best": best, "recent": recent}
-        vldac.save_checkpoint(folder, policy, optimizer, [], **state)
-    vldac.save_adapter(policy, folder / "adapter")
+        vldac.save_checkpoint(folder, policy, optimizer, [], update=u, played=played, recent=recent)
 
 
 def main(argv=None):

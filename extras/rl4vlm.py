@@ -5,23 +5,20 @@ log-probability has the weight lambda. Critic, KL term, warm-up and the rest are
 
     python extras/rl4vlm.py --env OneRoom    takes vldac.py's options and --thought_coef
 
-It replaces vldac.update.
+It replaces vldac.losses.
 """
 
-import itertools
-import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vldac  # noqa: E402
-from vldac import kl_base, kl_old, pad, value_loss  # noqa: E402
+from vldac import diagnostics, kl_base, kl_old, pad, value_loss  # noqa: E402
 
 
 @dataclass
@@ -63,58 +60,32 @@ def thought_weights(policy, tokens) -> torch.Tensor:
     return weights
 
 
-def update(policy, optimizer, minibatches, args, value_only=False):
-    """vldac.update with another policy loss: a copy but for the lines below which RL4VLM is written."""
-    policy.train()
-    lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
-    for parameter in lora:
-        parameter.requires_grad_(not value_only)
-    log = vldac.UpdateLog(args)
+def losses(policy, micro, args):
+    """vldac.losses with another policy loss: a copy but for the lines below which "RL4VLM" is written."""
+    prompts, responses = [step.prompt for step in micro], [step.tokens for step in micro]
+    newlogprobs, mask, newvalues = policy(prompts, responses)
+    logprobs = pad([step.logprobs for step in micro])  # (B, R)
+    baselogprobs = pad([step.baselogprobs for step in micro])  # (B, R)
+    advantages = torch.tensor([step.advantage for step in micro], device=args.device)  # (B,)
+    returns = torch.tensor([step.ret for step in micro], device=args.device)  # (B,)
+
     # RL4VLM:
-    steps = itertools.chain.from_iterable(itertools.chain(*minibatches))
-    weights_of = {step: thought_weights(policy, step.tokens) for step in steps}
-    for epoch in range(args.update_epochs):
-        if epoch > 0:
-            minibatches = random.sample(minibatches, len(minibatches))
-        for minibatch in minibatches:
-            optimizer.zero_grad()
-            size = sum(len(micro) for micro in minibatch)
-            for micro in minibatch:
-                prompts = [step.prompt for step in micro]
-                responses = [step.tokens for step in micro]
-                newlogprobs, mask, newvalues = policy(prompts, responses)
-                logprobs = pad([step.logprobs for step in micro])  # (B, R)
-                baselogprobs = pad([step.baselogprobs for step in micro])
-                advantages = torch.tensor([step.advantage for step in micro], device=args.device)  # (B,)
-                returns = torch.tensor([step.ret for step in micro], device=args.device)
+    weights = pad([thought_weights(policy, step.tokens) for step in micro])  # (B, R)
+    pg_loss = rl4vlm_loss(newlogprobs, logprobs, advantages, weights, args.clip_coef)
 
-                # RL4VLM:
-                weights = pad([weights_of[step] for step in micro])  # (B, R)
-                pg_loss = rl4vlm_loss(newlogprobs, logprobs, advantages, weights, args.clip_coef)
+    v_loss = value_loss(newvalues, returns)
+    if args.kl_ref == "base":
+        kl = kl_base(newlogprobs, baselogprobs, mask)
+    else:
+        kl = kl_old(newlogprobs, logprobs, mask)
+    loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss
 
-                v_loss = value_loss(newvalues, returns)
-                if args.kl_ref == "base":
-                    kl = kl_base(newlogprobs, baselogprobs, mask)
-                else:
-                    kl = kl_old(newlogprobs, logprobs, mask)
-                if value_only:
-                    loss = args.vf_coef * v_loss
-                else:
-                    loss = pg_loss + args.kl_coef * kl + args.vf_coef * v_loss
-                (loss * len(micro) / size).backward()
-                losses = {"policy_loss": pg_loss, "kl": kl, "value_loss": v_loss}
-                log.add(losses, newlogprobs, logprobs, baselogprobs, mask)
-
-            vldac.average_gradients([*lora, *value_head])
-            norm_lora = clip_grad_norm_(lora, args.max_grad_norm, error_if_nonfinite=True)
-            norm_value = clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
-            log.end_minibatch(norm_lora, norm_value)
-            optimizer.step()
-    return log.means()
+    log = {"policy_loss": pg_loss.item(), "kl_loss": kl.item(), "value_loss": v_loss.item()}
+    return loss, log | diagnostics(newlogprobs, logprobs, baselogprobs, mask, args.clip_coef)
 
 
 def train(args, folder):
-    with mock.patch.object(vldac, "update", update):  # for the length of this call
+    with mock.patch.object(vldac, "losses", losses):  # for the length of this call
         vldac.train(args, folder)
 
 

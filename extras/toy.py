@@ -52,13 +52,13 @@ CHAT = (
 class Example:
     """A state of the world, and what may be said and done in it."""
 
-    turn: tuple  # a prompt's text and frames
+    text_and_frames: tuple  # of its prompt
     caption: str
     hint: str | None
     hint_share: float
     actions: list[str]
     task: str
-    prompt: dict | None = None  # the turn, encoded
+    prompt: dict | None = None  # encoded
 
     def response(self, rng) -> str:
         action = self.hint
@@ -81,7 +81,7 @@ def play(args, count, seed) -> list[Example]:
             for player in players:
                 actions, hint = player.info["actions"], envs.call_optional(player.env, "hint")
                 caption = envs.call_optional(player.env, "caption") or FIXED_THOUGHT
-                examples.append(Example(player.turn(), caption, hint, share, actions, player.task))
+                examples.append(Example(player.prompt(), caption, hint, share, actions, player.task))
                 follows = hint and rng.random() < 0.5
                 action = hint if follows else envs.random_action(actions, player.task, rng)
                 # Steps without an action: what follows a response that did not parse must be known too.
@@ -177,7 +177,7 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
     if all(example.caption == FIXED_THOUGHT for example in examples):  # there is little to learn
         examples = examples[:1500]
         steps = min(steps, 100)
-    texts = [example.turn[0] for example in examples[:500]]
+    texts = [example.text_and_frames[0] for example in examples[:500]]
     tokenizer = build_tokenizer(texts, [example.response(rng) for example in examples[:2000]])
     pixels = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * args.max_image_tokens}
     for part in (build_model(tokenizer), tokenizer, Qwen2VLImageProcessorPil(size=pixels)):
@@ -189,8 +189,8 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
     for name, parameter in policy.vlm.named_parameters():
         parameter.requires_grad_("lora_" not in name)
     for example in examples + held_out:
-        example.prompt = policy.encode(*example.turn)
-        example.turn = None  # so that the frames are let go
+        example.prompt = policy.encode(*example.text_and_frames)
+        example.text_and_frames = None  # so that the frames are let go
     by_caption = {}
     for example in examples:
         by_caption.setdefault(example.caption, []).append(example)

@@ -45,7 +45,7 @@ def likeliest(policy, prompts, texts, actions) -> list[str | None]:
 @torch.no_grad()
 def act(policy, players):
     """A step like vldac.act."""
-    prompts = [policy.encode(*player.turn()) for player in players]
+    prompts = [policy.encode(*player.prompt()) for player in players]
     texts = policy.decode(policy.sample(prompts))
     actions = likeliest(policy, prompts, texts, [player.info["actions"] for player in players])
     steps = []

@@ -18,11 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT), str(ROOT / "extras")]
 
-import eval as evaluation  # noqa: E402
-import vldac  # noqa: E402
-from envs import UserError  # noqa: E402
+import plot as curves  # noqa: E402
+
+from envs import UserError, exit_with  # noqa: E402
+from eval import load_result  # noqa: E402
 
 # The columns of runs.csv, in which a row is an update of a run, and what they are called in its log.
 LOGGED = {
@@ -40,7 +42,7 @@ COLUMNS = ["world", "method", "seed", "episodes", *LOGGED, "eval_greedy", "eval_
 
 
 @dataclass
-class Run(evaluation.Curve):
+class Run(curves.Curve):
     """What a table shows of a run."""
 
     seed: int
@@ -68,8 +70,8 @@ class Run(evaluation.Curve):
 
 def rows_of_run(folder) -> list[dict]:
     """A run's log, as rows of such a table."""
-    log, args = evaluation.load_log(folder)
-    run = {"world": evaluation.world_name(args["env"]), "method": evaluation.method_name(folder, args)}
+    log, args = curves.load_log(folder)
+    run = {"world": curves.world_name(args["env"]), "method": curves.method_name(folder, args)}
     run["seed"] = args["seed"]
     rows = []
     for row in log:
@@ -84,7 +86,7 @@ def run_of(rows) -> Run:
     first, *later = rows
     steps, before = [int(row["step"]) for row in rows], first["eval_success"]
     rates = [row["success"] for row in later]
-    curve = evaluation.make_curve(first["world"], first["method"], steps, before, rates)
+    curve = curves.make_curve(first["world"], first["method"], steps, before, rates)
     evaluations = [row for row in later if row["eval_success"] is not None]
     last = evaluations[-1] if evaluations else rows[-1]
     divergences = [row["kl_base"] for row in later if row["kl_base"] is not None]
@@ -231,7 +233,7 @@ def methods(paths) -> str:
     if not paths:
         raise UserError("no run is finished yet")
     rows, first = [], {}
-    for (world, method), runs in evaluation.group(load_runs(paths)).items():
+    for (world, method), runs in curves.group(load_runs(paths)).items():
         averages = [run.mean() for run in runs]
         p = None
         if None not in averages:  # as those of taught models are, which have no updates
@@ -323,9 +325,9 @@ COLORS = {
 
 def plot(paths, out):
     """The runs' learning curves, and results."""
-    results = [evaluation.load_result(path) for path in paths if path.endswith(".json")]
+    results = [load_result(path) for path in paths if path.endswith(".json")]
     runs = [path for path in paths if not path.endswith(".json")]
-    evaluation.plot(load_runs(runs) if runs else [], results, out, COLORS)
+    curves.plot(load_runs(runs) if runs else [], results, out, COLORS)
 
 
 def main(argv=None):
@@ -348,7 +350,7 @@ def main(argv=None):
                 print(__doc__)
                 raise SystemExit(2)
     except UserError as error:
-        vldac.exit_with(error)
+        exit_with(error)
 
 
 if __name__ == "__main__":

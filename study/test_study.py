@@ -1,6 +1,5 @@
 """The tests of the study: its tables, its tests of significance, its worlds, and the tables on its pages."""
 
-import dataclasses
 import doctest
 import itertools
 import json
@@ -17,39 +16,27 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "study"), str(ROOT / "extras")]
 
-import critic  # noqa: E402
 import report  # noqa: E402
 from likeliest import likeliest  # noqa: E402
+from test_extras import write_runs  # noqa: E402
 
 import envs  # noqa: E402
-import vldac  # noqa: E402
 from envs import MiniWorld  # noqa: E402
 from test_vldac import (  # noqa: E402
-    CORRIDOR,
-    column,
-    gradients,
     make_policy,
     needs_opengl,
-    options,
     play,
-    random_tokens,
     refused,
     rewards_of,
-    scored,
-    some_minibatches,
-    some_prompts,
-    start,
     write_model,
-    write_runs,
 )
 
 PAGES = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "study").glob("*.md")))
 TABLES = re.findall(r"`python study/report\.py (\w+) ([^`]+)` prints:\n\n((?:\|.*\n)+)", PAGES)
 
 
-@pytest.mark.parametrize("module", [report, critic])
-def test_doctests(module):
-    result = doctest.testmod(module)
+def test_doctests():
+    result = doctest.testmod(report)
     assert result.attempted > 0 and result.failed == 0
 
 
@@ -167,143 +154,6 @@ def test_the_likeliest_action_is_scored_after_the_sampled_thought(tmp_path):
     chosen = likeliest(policy_of, ["dark", "none", "light"], [dark, "move", light], actions)
     assert chosen == ["move", None, "turn left"]
     assert likeliest(policy_of, ["none"], ["move"], [list(chances)]) == [None]
-
-
-BOOTSTRAP, END, TIME_OUT = (False, False), (True, False), (True, True)
-STEP_1 = {BOOTSTRAP: [2.375, 1.5, 2.0], END: [2.125, 0.5, -2.0], TIME_OUT: [0.0, 0.0, 0.0]}
-BY_HAND = [  # and the advantages of step 0
-    ("token", 1 / 4, BOOTSTRAP, [1.82421875, 3.296875]),
-    ("token", 1 / 4, END, [1.81640625, 3.265625]),
-    ("token", 1 / 4, TIME_OUT, [1.75, 3.0]),
-    ("token-per-step", 1 / 64, BOOTSTRAP, [1.3935546875, 3.1484375]),
-    ("token-per-step", 1 / 64, END, [1.3916015625, 3.1328125]),
-    ("token-per-step", 1 / 64, TIME_OUT, [1.375, 3.0]),
-]
-
-
-def made_up_step(reward, values, done=False, timed_out=False):
-    """One as vldac.score completes it, in a batch of longer responses: with values after its last token."""
-    tokens = torch.zeros(len(values))
-    return vldac.Step({}, tokens, "", None, reward, done, timed_out, value=[*values, 99.0, 99.0])
-
-
-@pytest.mark.parametrize("kind, gae_lambda, flags, step_0", BY_HAND)
-def test_the_advantages_of_tokens_by_hand(kind, gae_lambda, flags, step_0):
-    """Steps of two and three tokens, gamma 1/2. Of 1/64, a token of two has 1/8, and one of three 1/4."""
-    args = critic.Args(critic=kind, gamma=0.5, gae_lambda=gae_lambda, device="cpu")
-    steps = [made_up_step(3.0, [1.0, 2.0]), made_up_step(5.0, [4.0, 6.0, 7.0], *flags)]
-    stats = critic.add_advantages(steps, torch.tensor([[8.0]]), args)
-    step_1 = STEP_1[flags]
-    returns = [np.add(step_0, [1, 2]).tolist(), np.add(step_1, [4, 6, 7]).tolist()]
-    assert [step.ret.tolist() for step in steps] == returns
-    mean = (np.mean(step_0) + np.mean(step_1)) / 2  # a step of two tokens weighs as much as one of three
-    variance = np.mean((step_0 - mean) ** 2) + np.mean((step_1 - mean) ** 2)  # their sum, over 2 - 1
-    assert stats["advantage_std"] == pytest.approx(math.sqrt(variance))
-    normalised = ([*step_0, *step_1] - mean) / math.sqrt(variance)
-    assert torch.cat([step.advantage for step in steps]).tolist() == pytest.approx(normalised, abs=1e-6)
-    explained = 1 - np.var([step_0[0], step_1[0]]) / np.var([returns[0][0], returns[1][0]])
-    assert stats["explained_variance"] == pytest.approx(explained, abs=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["token", "token-per-step"])
-def test_where_a_response_is_one_token_its_value_is_the_step_s_to_the_bit(kind):
-    args = critic.Args(critic=kind, device="cpu")
-    T, N = 9, 3
-    torch.manual_seed(0)
-    rewards, values, last_values = torch.randn(T, N), torch.randn(T, N), torch.randn(N)
-    dones = torch.rand(T, N) < 0.4
-    timed_out = dones & (torch.rand(T, N) < 0.5)
-    assert timed_out.any() and not timed_out.equal(dones)
-    of_tokens, of_steps = [], []
-    columns = [x.flatten().tolist() for x in (rewards, values, dones, timed_out)]
-    for reward, value, done, out in zip(*columns, strict=True):
-        of_tokens.append(made_up_step(reward, [value], done, out))
-        of_steps.append(vldac.Step({}, torch.zeros(1), "", None, reward, done, out, value=value))
-    stats = critic.add_advantages(of_tokens, last_values[:, None], args)
-    assert stats == pytest.approx(vldac.add_advantages(of_steps, last_values, args), abs=1e-6)
-    assert [step.ret.item() for step in of_tokens] == [step.ret for step in of_steps]
-    normalised = [step.advantage.item() for step in of_tokens]
-    assert normalised == pytest.approx([step.advantage for step in of_steps], abs=1e-6)
-
-
-def test_a_token_s_value_is_of_the_state_before_it(tmp_path):
-    """V_{t,0} is VL-DAC's V(s_t); what follows a token does not change its value."""
-    policy = critic.TokenCritic(options(write_model("qwen2_vl", tmp_path)))
-    prompts = some_prompts(policy, [1, 2])
-    responses = [torch.tensor([100, 101, 102]), torch.tensor([103])]
-    logprobs, mask, values = policy(prompts, responses)
-    expected = vldac.VLMPolicy.forward(policy, prompts, responses)
-    for found, other in zip((logprobs, mask, values[:, 0]), expected, strict=True):
-        torch.testing.assert_close(found, other)
-    for b, response in enumerate(responses):
-        for i in range(len(response) + 1):
-            _, _, shorter = policy([prompts[b]], [response[:i]])
-            torch.testing.assert_close(values[b, i], shorter[0, -1], atol=1e-5, rtol=0)
-    assert torch.cat([values[0], values[1, :2]]).unique().numel() == 6
-    values.sum().backward()
-    assert all(parameter.grad is None for parameter in policy.lora_parameters())
-
-
-def test_the_losses_of_tokens():
-    """With a step's advantage on all its tokens the policy loss is VL-DAC's; padding has no part in them."""
-    new, old, advantages, mask = random_tokens(4, 4)
-    everywhere = advantages[:, None].expand(4, 4)
-    loss = critic.token_policy_loss(new, old, everywhere, mask, 0.1)
-    assert loss.equal(vldac.policy_loss(new, old, advantages, mask, 0.1))
-    junk = torch.where(mask == 0, math.nan, 1.0)
-    assert critic.token_policy_loss(new * junk, old, everywhere, mask, 0.1).equal(loss)
-    assert critic.token_value_loss(new * junk, new - 2, mask).item() == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize("stop_grad, value_only", [(True, False), (False, False), (True, True)])
-def test_an_update_of_tokens_steps_along_equation_6(stop_grad, value_only, tmp_path, monkeypatch):
-    """Six steps in micro-batches of four and two have the gradient of one batch."""
-    monkeypatch.setattr("test_vldac.VLMPolicy", critic.TokenCritic)
-    policy = make_policy(str(write_model("qwen2_vl", tmp_path)), stop_grad=stop_grad, value_hidden=[])
-    minibatches = some_minibatches(policy, micro_batch_size=4)
-    micro = [*minibatches[0][0], *minibatches[0][1]]
-    for step in micro:
-        step.advantage, step.ret = torch.randn(2, len(step.tokens))
-    new, mask, values = scored(policy, micro)
-    pg_loss = critic.token_policy_loss(new, column(micro, "logprobs"), column(micro, "advantage"), mask, 0.1)
-    kl = vldac.kl_base(new, column(micro, "baselogprobs"), mask)
-    errors = [value[: len(step.ret)] - step.ret for value, step in zip(values, micro, strict=True)]
-    v_loss = torch.stack([error.pow(2).mean() / 2 for error in errors]).mean()
-    loss = 0.15 * v_loss if value_only else pg_loss + 0.05 * kl + 0.15 * v_loss  # Eq. 6
-    expected = gradients(policy, loss)
-    by_the_values, _ = gradients(policy, v_loss)
-    assert by_the_values.any() == (not stop_grad)
-
-    args = dataclasses.replace(policy.args, max_grad_norm=1e9)
-    optimizer = torch.optim.SGD(vldac.trainable_weights(policy).values(), lr=0.0)
-    losses = critic.update(policy, optimizer, minibatches, args, value_only)
-    assert losses["value_loss"] == pytest.approx(v_loss.item(), abs=1e-5)
-    groups = policy.lora_parameters(), policy.value_head.parameters()
-    for group, gradient in zip(groups, expected, strict=True):
-        applied = [torch.zeros(p.shape) if p.grad is None else p.grad for p in group]
-        torch.testing.assert_close(torch.cat([x.flatten() for x in applied]), gradient, atol=1e-5, rtol=1e-3)
-
-
-def test_runs_of_other_critics(tmp_path):
-    """Until LoRA has learned, they collect what VL-DAC collects. Without a critic nothing is predicted."""
-    model = str(write_model("qwen2_vl", tmp_path / "model"))
-    logs = {}
-    for kind in ("VL-DAC", "token", "none"):
-        main = vldac.main if kind == "VL-DAC" else critic.main
-        words = ["--total_timesteps", 40] + (["--critic", kind] if main is critic.main else [])
-        folder, logs[kind] = start(tmp_path, model, CORRIDOR, *words, name=kind, main=main)
-        assert (vldac.load_args(folder).vf_coef == 0) == (kind == "none")  # eval.py shows no critic there
-    collected = {}
-    for kind, rows in logs.items():
-        assert [row["losses/ratio_first"] for row in rows[1:]] == [0.0] * 5
-        assert [row["losses/grad_norm_lora"] > 0 for row in rows[1:]] == [False, False, True, True, True]
-        collected[kind] = [[row["samples"], row["episodes"]] for row in rows[1:]]
-        assert collected[kind][:3] == collected["VL-DAC"][:3]
-        predicts = any(row["losses/grad_norm_value"] > 0 for row in rows[1:])
-        assert predicts == (kind != "none")
-    losses = {kind: rows[3]["losses/policy_loss"] for kind, rows in logs.items()}
-    assert len(set(losses.values())) == 3
-    assert {row["losses/explained_variance"] for row in logs["none"][1:]} <= {0.0, None}
 
 
 @needs_opengl

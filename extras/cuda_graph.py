@@ -1,0 +1,132 @@
+"""Decode faster on one GPU: the forward pass for one more token is recorded once, as a CUDA graph.
+
+    python extras/cuda_graph.py --env OneRoom         takes the options of vldac.py
+    python extras/cuda_graph.py --resume runs/NAME    goes on with a run of vldac.py, or the other way round
+
+It replaces vldac.VLMPolicy by one whose `vlm.generate` is a recorded one. No GPU has run it yet.
+"""
+
+import copy
+import math
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch.utils._pytree import tree_leaves
+from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import vldac  # noqa: E402
+from envs import check  # noqa: E402
+
+
+class Generation:
+    """`vlm.generate` with a CUDA graph of the forward pass for one more token.
+
+    The pass has thousands of small kernels, and to launch them one by one takes several times as long as they
+    run. A graph is launched as a whole. But it repeats what was recorded, in the same memory and without
+    Python: so inputs are copied to where they were, the cache of keys and values has a fixed size, and for a
+    batch of another size all is made anew.
+    """
+
+    def __init__(self, vlm):
+        self.vlm, self.generate = vlm, vlm.generate
+        self.recorded = True  # until a recording has failed
+        # Where the cache is static, generate() calls this for all tokens but the first.
+        vlm.get_compiled_call = lambda _: self.decode_token
+        self.forget()
+
+    def forget(self):
+        """Drop the cache and the graph."""
+        self.size = self.cache = self.graph = self.inputs = self.output = None
+
+    def __call__(self, **inputs):
+        """From prompts (B, P) to prompts with their responses (B, P + R)."""
+        if not self.recorded:
+            return self.generate(**inputs)
+        B, P = inputs["input_ids"].shape
+        length = P + self.vlm.generation_config.max_new_tokens
+        length = math.ceil(length / 64) * 64  # so that it seldom changes
+        if (B, length) != self.size:
+            self.forget()  # first, so that there is never memory for both
+            self.size = (B, length)
+            self.cache = StaticCache(self.vlm.config, length)
+            for i, layer in enumerate(self.cache.layers):
+                # Gemma's sliding layers count in Python. The mask hides what is outside of their window, too.
+                if type(layer) is StaticSlidingWindowLayer:
+                    self.cache.layers[i] = StaticLayer(length)
+        self.cache.reset()
+        return self.generate(**inputs, past_key_values=self.cache)
+
+    def decode_token(self, **inputs):
+        """The forward pass for one more token of every response."""
+        if not self.recorded:  # any more: the graph has failed at an earlier token
+            return self.vlm(**inputs)
+        if self.graph is None:
+            return self.record(inputs)
+        for place, x in zip(tree_leaves(self.inputs), tree_leaves(inputs), strict=True):
+            if isinstance(x, torch.Tensor):
+                place.copy_(x)
+        self.graph.replay()
+        return self.output
+
+    def record(self, inputs):
+        """Record the pass and replay it. If that fails, or the result is wrong, there will be no graph."""
+        # What is right, with a copy of the cache. Before a recording there must be such a pass, in which
+        # libraries allocate what they need.
+        cache = copy.deepcopy(self.cache)
+        expected = self.vlm(**inputs | {"past_key_values": cache})
+        problem = "its result is not that of the model"
+        # Autocast would keep LoRA's weights in bfloat16, and the graph go on with those of now. This holds
+        # until the `with` in vldac's `sample` ends.
+        torch.set_autocast_cache_enabled(False)
+        try:
+            self.inputs, self.graph = inputs, torch.cuda.CUDAGraph()
+            # The outer stream is the current one, and will be again if the recording fails.
+            with torch.cuda.device(self.vlm.device), torch.cuda.stream(torch.cuda.current_stream()):
+                # thread_local: another thread may use the GPU meanwhile.
+                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                    self.output = self.vlm(**inputs)
+            self.graph.replay()
+            tolerance = expected.logits.abs().max().item() / 50  # the order of sums may be another one
+            close = torch.allclose(self.output.logits, expected.logits, rtol=0, atol=tolerance)
+            if close and self.cache.get_seq_length().equal(cache.get_seq_length()):
+                return self.output
+        except RuntimeError as error:
+            cause = error.__context__ or error  # the end of a recording that has failed raises, too
+            problem = str(cause).partition("\n")[0]
+        vldac.print_line(f"decoding goes on without a CUDA graph: {problem}")
+        self.recorded = False
+        self.forget()
+        return expected  # generate() goes on with the cache in it, the copy
+
+
+class Policy(vldac.VLMPolicy):
+    """VL-DAC's policy, which decodes by a graph."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.vlm.generate = Generation(self.vlm)
+
+
+check_training = vldac.check_training
+
+
+def check_gpu(args):
+    """vldac.check_training, and UserError unless a graph can be recorded."""
+    check_training(args)
+    one_gpu = args.device.startswith("cuda") and vldac.WORLD_SIZE == 1
+    check(one_gpu, "a CUDA graph needs a GPU that PyTorch finds, and one process: take vldac.py")
+
+
+def main(argv=None):
+    with mock.patch.multiple(
+        vldac, VLMPolicy=Policy, check_training=check_gpu
+    ):  # for the length of this call
+        vldac.main(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,651 @@
+"""The tests of extras/: what VL-DAC is compared with; the CUDA graph, on a stand-in; pages, curves, films."""
+
+import contextlib
+import dataclasses
+import doctest
+import itertools
+import json
+import math
+import random
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.cache_utils import StaticCache
+from transformers.generation import GenerationMixin
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT), str(ROOT / "extras")]
+
+import critic  # noqa: E402
+import cuda_graph  # noqa: E402
+import film  # noqa: E402
+import loop  # noqa: E402
+import page as pages  # noqa: E402
+import plot  # noqa: E402
+import response_ratio  # noqa: E402
+import rl4vlm  # noqa: E402
+
+import test_vldac  # noqa: E402
+import vldac  # noqa: E402
+from test_vldac import (  # noqa: E402
+    CORRIDOR,
+    FAMILIES,
+    LOGGED,
+    LONG,
+    TROUBLED,
+    Troubled,
+    column,
+    evaluated,
+    forked,
+    gradients,
+    killed,
+    make_policy,
+    options,
+    random_tokens,
+    refused,
+    same_runs,
+    scored,
+    some_minibatches,
+    some_prompts,
+    start,
+    surrogate,
+    without_times,
+)
+from vldac import VLMPolicy, policy_loss  # noqa: E402
+
+torch.set_num_threads(1)  # the models here are too small to share
+# pytest finds fixtures by the names of a module.
+model, model_folder = test_vldac.model, test_vldac.model_folder
+run, toy_run = test_vldac.run, test_vldac.toy_run
+PROGRAMS = [critic, film, loop, pages, plot, response_ratio, rl4vlm]
+
+
+@pytest.mark.parametrize("module", PROGRAMS, ids=lambda module: module.__name__)
+def test_doctests(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0 and result.failed == 0
+
+
+# ------------------------------------------------------------------------- what VL-DAC is compared with
+
+
+@pytest.mark.parametrize("thought_coef", [0.0, 0.3, 1.0])
+def test_rl4vlm_equals_the_loop(thought_coef):
+    """exp(lambda * thought + action) per step, clipped once; tokens under the padding may be NaN."""
+    new, old, advantages, mask = random_tokens(6, 5)
+    weights = mask.float()
+    weights[:, :2] *= thought_coef
+    logratios = ((new - old) * weights).sum(1).tolist()
+    terms = []
+    for logratio, advantage in zip(logratios, advantages.tolist(), strict=True):
+        terms.append(surrogate(logratio, advantage))
+    new = new.masked_fill(mask == 0, math.nan)
+    loss = rl4vlm.rl4vlm_loss(new, old, advantages, weights, 0.1)
+    assert loss.item() == pytest.approx(np.mean(terms), abs=1e-6)
+
+
+TALK = '{"thoughts": "it is ahead", '
+
+
+@pytest.mark.parametrize("thought, action", [
+    (TALK, '"action": "move"}'),
+    (TALK + '"action": "stay", ', '"action" : "move"}'),  # the last key counts
+    (TALK + '"act": "move"}', ""),  # no key: all is thought, the stop token too
+    ("", '"action": "move"'),
+    ('{"thoughts": "\u65e5\u672c", ', '"action": 1}'),  # tokens that are parts of a letter
+    ('{"thoughts": "', 'hm", "action": 1}'),  # the token in which the key begins belongs to the action
+])  # fmt: skip
+def test_the_thought_ends_where_the_action_s_key_begins(thought, action, model):
+    policy = make_policy(model)
+    policy.args = rl4vlm.Args(thought_coef=0.25)
+    policy.tokenizer.add_tokens(['hm", "act'])
+    before, after = (policy.tokenizer(text).input_ids for text in (thought, action))
+    tokens = torch.tensor(before + after + policy.stop_ids.tolist()[:1])
+    split = len(before) if action else len(tokens)
+    weights = rl4vlm.thought_weights(policy, tokens)
+    assert weights.tolist() == [0.25] * split + [1.0] * (len(tokens) - split)
+
+
+@pytest.mark.parametrize("warmup, changes", [
+    (False, {"kl_ref": "old"}), (False, {"max_grad_norm": 1e-3}), (True, {"stop_grad": False}),
+])  # fmt: skip
+def test_rl4vlm_updates_as_vldac_but_for_its_loss(warmup, changes, model, monkeypatch):
+    """With lambda 1, and where a response is one token, both do the same to the bit."""
+    found = []
+    for losses in (vldac.losses, rl4vlm.losses):
+        monkeypatch.setattr(vldac, "losses", losses)
+        policy = make_policy(model, max_new_tokens=1, **changes)
+        policy.args = rl4vlm.Args(**vars(policy.args), thought_coef=1.0)
+        minibatches = some_minibatches(policy, minibatch_size=3, micro_batch_size=2)
+        random.seed(0)
+        optimizer = vldac.make_optimizer(policy, policy.args)
+        logged = vldac.update(policy, optimizer, minibatches, policy.args, warmup)
+        found.append([logged, vldac.trainable_weights(policy)])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_another_algorithm_replaces_a_function_for_the_length_of_its_run(run, monkeypatch, capsys):
+    """And its run is not one of VL-DAC, even where only the loss differs."""
+    called = []
+    really = response_ratio.response_loss
+    monkeypatch.setattr(response_ratio, "response_loss", lambda *batch: called.append(1) or really(*batch))
+    folder, _ = run(CORRIDOR, main=response_ratio.main)
+    assert called and vldac.policy_loss is policy_loss
+    assert "is a run of response_ratio.py" in refused(["--resume", folder], capsys)
+
+
+@pytest.mark.parametrize("minibatch_size", [128, 4])
+def test_loop_takes_the_mean_over_an_episode_s_tokens_and_drops_groups_without_signal(minibatch_size):
+    """Also where what is left is less than a minibatch."""
+    args = loop.Args(group_size=2, gamma=0.5, minibatch_size=minibatch_size, device="cpu")
+
+    def episode(*rewards):
+        """Of responses of 1, 2, 3 ... tokens."""
+        steps = []
+        for number, reward in enumerate(rewards, 1):
+            prompt = {"input_ids": torch.zeros(1, 9)}
+            steps.append(vldac.Step(prompt, torch.ones(number), "", None, reward, False, False))
+        return steps
+
+    equal = [episode(0.0, 1.0), episode(1.0)]  # nothing is discounted
+    assert loop.make_minibatches(equal, args) == []
+    first, second = episode(0.0, 0.0, 2.0), episode(0.0, 1.0)
+    minibatches = loop.make_minibatches([*equal, first, second], args)
+    assert len(minibatches) == math.ceil(5 / minibatch_size)
+
+    met = 0
+    for micro in itertools.chain(*minibatches):
+        mask = column(micro, "tokens")
+        new = torch.zeros(mask.shape, requires_grad=True)
+        loss = loop.loop_loss(new, torch.zeros(new.shape), column(micro, "advantage"), mask, 0.1)
+        [gradient] = torch.autograd.grad(loss * len(micro) / 5, new)  # its part of all 5 steps
+        shares = [-1 / 6 if step in first else 1 / 3 for step in micro]  # its advantage over its tokens
+        shares = torch.tensor(shares) / 4  # of 4 episodes: the dropped ones count
+        torch.testing.assert_close(gradient, shares[:, None] * mask)
+        met += len(micro)
+    assert met == 5
+
+
+def test_a_run_of_loop_that_was_killed_goes_on(run, tmp_path, monkeypatch):
+    """Whole episodes, pairs from the same start, as many as the budget allows."""
+
+    def decode(_, responses):
+        return [json.dumps({"action": ["left", "right"][tokens.sum() % 2]}) for tokens in responses]
+
+    monkeypatch.setattr(VLMPolicy, "decode", decode)
+    options = [*LONG, "--total_timesteps", 48, "--group_size", 2]
+    folder, (_, *rows) = run(TROUBLED, *options, name="whole", main=loop.main)
+    of_the_critic = {"losses/explained_variance", "losses/advantage_std"}  # which is not there
+    assert any(row.keys() >= set(LOGGED) - of_the_critic for row in rows)
+    played = 0
+    for row in rows:
+        assert played + 8 <= 48
+        one, two = row["episodes"]
+        assert one["seed"] == two["seed"]
+        played += one["length"] + two["length"]
+        assert row["global_step"] == played
+    assert played + 8 > 48
+
+    monkeypatch.setattr(Troubled, "happens", killed)
+    monkeypatch.setattr(Troubled, "number", 22)
+    assert forked(lambda: run(TROUBLED, *options, name="part", main=loop.main)) == [-signal.SIGKILL]
+    monkeypatch.setattr(Troubled, "number", 0)
+    loop.main(["--resume", str(tmp_path / "part")])
+    same_runs(folder, tmp_path / "part")
+
+
+BOOTSTRAP, END, TIME_OUT = (False, False), (True, False), (True, True)
+STEP_1 = {BOOTSTRAP: [2.375, 1.5, 2.0], END: [2.125, 0.5, -2.0], TIME_OUT: [0.0, 0.0, 0.0]}
+BY_HAND = [  # and the advantages of step 0
+    ("token", 1 / 4, BOOTSTRAP, [1.82421875, 3.296875]),
+    ("token", 1 / 4, END, [1.81640625, 3.265625]),
+    ("token", 1 / 4, TIME_OUT, [1.75, 3.0]),
+    ("token-per-step", 1 / 64, BOOTSTRAP, [1.3935546875, 3.1484375]),
+    ("token-per-step", 1 / 64, END, [1.3916015625, 3.1328125]),
+    ("token-per-step", 1 / 64, TIME_OUT, [1.375, 3.0]),
+]
+
+
+def made_up_step(reward, values, done=False, timed_out=False):
+    """One as vldac.score completes it, in a batch of longer responses: with values after its last token."""
+    tokens = torch.zeros(len(values))
+    return vldac.Step({}, tokens, "", None, reward, done, timed_out, value=[*values, 99.0, 99.0])
+
+
+@pytest.mark.parametrize("kind, gae_lambda, flags, step_0", BY_HAND)
+def test_the_advantages_of_tokens_by_hand(kind, gae_lambda, flags, step_0):
+    """Steps of two and three tokens, gamma 1/2. Of 1/64, a token of two has 1/8, and one of three 1/4."""
+    args = critic.Args(critic=kind, gamma=0.5, gae_lambda=gae_lambda, device="cpu")
+    steps = [made_up_step(3.0, [1.0, 2.0]), made_up_step(5.0, [4.0, 6.0, 7.0], *flags)]
+    stats = critic.add_advantages(steps, torch.tensor([[8.0]]), args)
+    step_1 = STEP_1[flags]
+    returns = [np.add(step_0, [1, 2]).tolist(), np.add(step_1, [4, 6, 7]).tolist()]
+    assert [step.ret.tolist() for step in steps] == returns
+    mean = (np.mean(step_0) + np.mean(step_1)) / 2  # a step of two tokens weighs as much as one of three
+    variance = np.mean((step_0 - mean) ** 2) + np.mean((step_1 - mean) ** 2)  # their sum, over 2 - 1
+    assert stats["advantage_std"] == pytest.approx(math.sqrt(variance))
+    normalised = ([*step_0, *step_1] - mean) / math.sqrt(variance)
+    assert torch.cat([step.advantage for step in steps]).tolist() == pytest.approx(normalised, abs=1e-6)
+    explained = 1 - np.var([step_0[0], step_1[0]]) / np.var([returns[0][0], returns[1][0]])
+    assert stats["explained_variance"] == pytest.approx(explained, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["token", "token-per-step"])
+def test_where_a_response_is_one_token_its_value_is_the_step_s_to_the_bit(kind):
+    args = critic.Args(critic=kind, device="cpu")
+    T, N = 9, 3
+    torch.manual_seed(0)
+    rewards, values, last_values = torch.randn(T, N), torch.randn(T, N), torch.randn(N)
+    dones = torch.rand(T, N) < 0.4
+    timed_out = dones & (torch.rand(T, N) < 0.5)
+    assert timed_out.any() and not timed_out.equal(dones)
+    of_tokens, of_steps = [], []
+    columns = [x.flatten().tolist() for x in (rewards, values, dones, timed_out)]
+    for reward, value, done, out in zip(*columns, strict=True):
+        of_tokens.append(made_up_step(reward, [value], done, out))
+        of_steps.append(vldac.Step({}, torch.zeros(1), "", None, reward, done, out, value=value))
+    stats = critic.add_advantages(of_tokens, last_values[:, None], args)
+    assert stats == pytest.approx(vldac.add_advantages(of_steps, last_values, args), abs=1e-6)
+    assert [step.ret.item() for step in of_tokens] == [step.ret for step in of_steps]
+    normalised = [step.advantage.item() for step in of_tokens]
+    assert normalised == pytest.approx([step.advantage for step in of_steps], abs=1e-6)
+
+
+def test_a_token_s_value_is_of_the_state_before_it(model):
+    """V_{t,0} is VL-DAC's V(s_t); what follows a token does not change its value."""
+    policy = critic.TokenCritic(options(model))
+    prompts = some_prompts(policy, [1, 2])
+    responses = [torch.tensor([100, 101, 102]), torch.tensor([103])]
+    logprobs, mask, values = policy(prompts, responses)
+    expected = vldac.VLMPolicy.forward(policy, prompts, responses)
+    for found, other in zip((logprobs, mask, values[:, 0]), expected, strict=True):
+        torch.testing.assert_close(found, other)
+    for b, response in enumerate(responses):
+        for i in range(len(response) + 1):
+            _, _, shorter = policy([prompts[b]], [response[:i]])
+            torch.testing.assert_close(values[b, i], shorter[0, -1], atol=1e-5, rtol=0)
+    assert torch.cat([values[0], values[1, :2]]).unique().numel() == 6
+    values.sum().backward()
+    assert all(parameter.grad is None for parameter in policy.lora_parameters())
+
+
+def test_the_losses_of_tokens():
+    """With a step's advantage on all its tokens the policy loss is VL-DAC's; padding has no part in them."""
+    new, old, advantages, mask = random_tokens(4, 4)
+    everywhere = advantages[:, None].expand(4, 4)
+    loss = critic.token_policy_loss(new, old, everywhere, mask, 0.1)
+    assert loss.equal(vldac.policy_loss(new, old, advantages, mask, 0.1))
+    junk = torch.where(mask == 0, math.nan, 1.0)
+    assert critic.token_policy_loss(new * junk, old, everywhere, mask, 0.1).equal(loss)
+    assert critic.token_value_loss(new * junk, new - 2, mask).item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("stop_grad, warmup", [(True, False), (False, False), (True, True)])
+def test_an_update_of_tokens_steps_along_equation_6(stop_grad, warmup, model, monkeypatch):
+    """Six steps in micro-batches of four and two have the gradient of one batch."""
+    monkeypatch.setattr(vldac, "losses", critic.losses)
+    policy = make_policy(model, cls=critic.TokenCritic, stop_grad=stop_grad, value_hidden=[])
+    minibatches = some_minibatches(policy, micro_batch_size=4)
+    micro = [*minibatches[0][0], *minibatches[0][1]]
+    for step in micro:
+        step.advantage, step.ret = torch.randn(2, len(step.tokens))
+    new, mask, values = scored(policy, micro)
+    pg_loss = critic.token_policy_loss(new, column(micro, "logprobs"), column(micro, "advantage"), mask, 0.1)
+    kl = vldac.kl_base(new, column(micro, "baselogprobs"), mask)
+    errors = [value[: len(step.ret)] - step.ret for value, step in zip(values, micro, strict=True)]
+    v_loss = torch.stack([error.pow(2).mean() / 2 for error in errors]).mean()
+    loss = 0.15 * v_loss if warmup else pg_loss + 0.05 * kl + 0.15 * v_loss  # Eq. 6
+    expected = gradients(policy, loss)
+    by_the_values, _ = gradients(policy, v_loss)
+    assert by_the_values.any() == (not stop_grad)
+
+    args = dataclasses.replace(policy.args, max_grad_norm=1e9)
+    optimizer = torch.optim.SGD(vldac.trainable_weights(policy).values(), lr=0.0)
+    logged = vldac.update(policy, optimizer, minibatches, args, warmup)
+    assert logged["value_loss"] == pytest.approx(v_loss.item(), abs=1e-5)
+    groups = policy.lora_parameters(), policy.value_head.parameters()
+    for group, gradient in zip(groups, expected, strict=True):
+        applied = [torch.zeros(p.shape) if p.grad is None else p.grad for p in group]
+        torch.testing.assert_close(torch.cat([x.flatten() for x in applied]), gradient, atol=1e-5, rtol=1e-3)
+
+
+def test_runs_of_other_critics(model, tmp_path):
+    """Until LoRA has learned, they collect what VL-DAC collects. Without a critic nothing is predicted."""
+    logs = {}
+    for kind in ("VL-DAC", "token", "none"):
+        main = vldac.main if kind == "VL-DAC" else critic.main
+        words = ["--total_timesteps", 40] + (["--critic", kind] if main is critic.main else [])
+        folder, logs[kind] = start(tmp_path, model, CORRIDOR, *words, name=kind, main=main)
+        assert (vldac.load_args(folder).vf_coef == 0) == (kind == "none")  # page.py shows no critic there
+    collected = {}
+    for kind, rows in logs.items():
+        assert [row["losses/ratio_first"] for row in rows[1:]] == [0.0] * 5
+        assert [row["losses/grad_norm_lora"] > 0 for row in rows[1:]] == [False, False, True, True, True]
+        collected[kind] = [[row["samples"], row["episodes"]] for row in rows[1:]]
+        assert collected[kind][:3] == collected["VL-DAC"][:3]
+        predicts = any(row["losses/grad_norm_value"] > 0 for row in rows[1:])
+        assert predicts == (kind != "none")
+    losses = {kind: rows[3]["losses/policy_loss"] for kind, rows in logs.items()}
+    assert len(set(losses.values())) == 3
+    assert {row["losses/explained_variance"] for row in logs["none"][1:]} <= {0.0, None}
+
+
+class Tape(TorchDispatchMode):
+    """Stands in for a CUDA graph: the operations of a function, and their replay on the same tensors.
+
+    As on a GPU no Python runs in a replay, and a recording computes nothing: what it has changed is put back.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.changed, self.replays = [], [], 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if operation._schema.is_mutable:
+            self.changed.append((args[0], args[0].clone()))
+        out = operation(*args, **kwargs)
+        self.operations.append((operation, args, kwargs, out))
+        return out
+
+    def put_back(self):
+        for x, before in reversed(self.changed):
+            x.copy_(before)
+
+    def replay(self):
+        self.replays += 1
+        for operation, args, kwargs, out in self.operations:
+            again = operation(*args, **kwargs)
+            for place, x in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(place, torch.Tensor) and place.data_ptr() != x.data_ptr():  # else it is a view
+                    place.copy_(x)
+
+
+# Operations that wait for the GPU, or copy to it: they cannot be recorded.
+WAITING = "_local_scalar_dense item nonzero is_nonzero masked_select unique equal bincount lift_fresh".split()
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """CUDA graphs on a CPU: a list of those that are made. Set `policy.vlm.generate.recorded` to use them."""
+    made, streams = [], ["main"]
+
+    def new_graph():
+        made.append(Tape())
+        return made[-1]
+
+    @contextlib.contextmanager
+    def record(graph, capture_error_mode):
+        streams.append("side")  # and it stays there if the recording fails
+        try:
+            with graph:
+                yield
+        except RuntimeError:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+        graph.put_back()
+        streams.pop()
+
+    @contextlib.contextmanager
+    def stream(name):
+        before = list(streams)
+        try:
+            yield
+        finally:
+            streams[:] = before
+
+    def takes_step(self, inputs, config):  # as on a GPU
+        return isinstance(inputs.get("past_key_values"), StaticCache)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(GenerationMixin, "_valid_auto_compile_criteria", takes_step)
+    yield made
+    assert streams == ["main"]
+
+
+# Frames of each prompt: other lengths, fewer prompts, much longer ones, a single one, more.
+BATCHES = [[1, 2, 3, 1], [2, 1], [5, 5, 5, 1], [1], [3, 1, 1, 2, 1]]
+
+
+def greedy_policy(folder, **changes):
+    """A policy whose responses end early or late, and batches of prompts."""
+    policy = make_policy(folder, cls=cuda_graph.Policy, max_image_tokens=16, **changes)
+    policy.vlm.generation_config.do_sample = False
+    stop = policy.stop_ids[0].item()
+
+    def stop_now_and_then(*call):
+        logits = call[-1].clone()
+        logits[..., stop] += 100 * (logits.argmax(-1) % 6 == 0)
+        return logits
+
+    policy.vlm.get_output_embeddings().register_forward_hook(stop_now_and_then)
+    return policy, [some_prompts(policy, counts) for counts in BATCHES]
+
+
+def sampled(policy, batches, **generate):
+    """The tokens of the responses to each batch."""
+    vars(policy.vlm.generate).update(generate)
+    return [[tokens.tolist() for tokens in policy.sample(batch)] for batch in batches]
+
+
+EACH_CACHE = ["qwen2_vl", "qwen3_5", "gemma3"]  # all layers alike, some of linear attention, some sliding
+RECORDED = [(family, "float32") for family in FAMILIES] + [(family, "bfloat16") for family in EACH_CACHE]
+
+
+@pytest.mark.parametrize("family, dtype", RECORDED)
+def test_a_graph_decodes_what_is_decoded_without_it(family, dtype, model_folder, graphs, monkeypatch):
+    """By generate() as it is, or, in bfloat16, which rounds otherwise, with the same cache. Also later."""
+    policy, batches = greedy_policy(model_folder(family), dtype=dtype)
+    if dtype == "bfloat16":
+        batches = batches[:2]
+
+    def expected():
+        if dtype == "float32":
+            return sampled(policy, batches, recorded=False)
+        with monkeypatch.context() as without:
+            without.setattr(policy.vlm.generate, "record", lambda inputs: policy.vlm(**inputs), raising=False)
+            policy.vlm.generate.forget()
+            return sampled(policy, batches, recorded=True)
+
+    before = expected()
+    assert sampled(policy, batches, recorded=True) == before
+    with torch.no_grad():
+        for parameter in policy.lora_parameters():
+            parameter *= 1.7
+    batches = batches[:2]
+    learned = sampled(policy, batches, recorded=True)
+    policy.vlm.generate.recorded = False
+    assert learned == expected() != before[:2]
+    if dtype == "float32":
+        assert len({len(tokens) for batch in before + learned for tokens in batch}) > 1
+    assert sum(graph.replays for graph in graphs) > 10
+    names = {operation.__name__.partition(".")[0] for graph in graphs for operation, *_ in graph.operations}
+    assert names >= {"embedding", "index_copy_"} and not names.intersection(WAITING)
+
+
+@pytest.mark.parametrize("family", EACH_CACHE)
+def test_a_graph_samples_what_is_scored(family, model_folder, graphs):
+    policy = make_policy(model_folder(family), cls=cuda_graph.Policy, max_image_tokens=16, temperature=1.3)
+    generate, scores = policy.vlm.generate.generate, []
+
+    def with_scores(**inputs):
+        out = generate(**inputs, output_scores=True, return_dict_in_generate=True)
+        scores.append(torch.stack(out.scores, dim=1).log_softmax(2))  # (rows, R, tokens)
+        return out.sequences
+
+    policy.vlm.generate.generate = with_scores
+    for counts in ([3, 1, 2, 2], [1, 2]):
+        prompts = some_prompts(policy, counts)
+        responses = policy.sample(prompts)
+        logprobs, _, _ = policy(prompts, responses)
+        for i, response in enumerate(responses):
+            n = len(response)
+            drawn_from = scores[-1][i, torch.arange(n), response]
+            torch.testing.assert_close(logprobs[i, :n], drawn_from, atol=1e-4, rtol=0)
+    assert [len(batch) for batch in scores] == [4, 2]
+    assert [graph.replays > 3 for graph in graphs] == [True, True]
+
+
+REPLAY = Tape.replay
+
+
+def nothing_is_recorded(tape):
+    raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+
+def wrong_logits(tape):
+    REPLAY(tape)
+    *_, logits = tape.operations[-1]
+    logits.neg_()
+
+
+def no_place_is_counted(tape):
+    REPLAY(tape)
+    for operation, args, *_ in tape.operations:
+        if operation._schema.name == "aten::add_" and args[0].ndim == 0:
+            args[0].sub_(1)
+
+
+FAILURES = {
+    nothing_is_recorded: "operation not permitted when stream is capturing",
+    wrong_logits: "its result is not that of the model",
+    no_place_is_counted: "its result is not that of the model",
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_graph_that_fails_is_given_up_for_good(failure, model, graphs, monkeypatch, capsys):
+    """With one line; then all is as without it: the usual cache, and nothing is filled up."""
+    policy, batches = greedy_policy(model)
+    before = sampled(policy, batches, recorded=False)
+    method = "__torch_dispatch__" if failure is nothing_is_recorded else "replay"
+    monkeypatch.setattr(Tape, method, lambda tape, *_: failure(tape))
+    generate, calls = policy.vlm.generate.generate, []
+    policy.vlm.generate.generate = lambda **inputs: calls.append(inputs) or generate(**inputs)
+    assert sampled(policy, batches, recorded=True) == before
+    assert ["past_key_values" in inputs for inputs in calls] == [True, False, False, False, False]
+    assert [len(inputs["input_ids"]) for inputs in calls] == list(map(len, BATCHES))
+    message = f"decoding goes on without a CUDA graph: {FAILURES[failure]}\n"
+    assert capsys.readouterr().out == message
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_a_graph_needs_one_gpu(model, capsys):
+    message = refused(["--env", "NumberLine", "--model", model, "--device", "cpu"], capsys, cuda_graph.main)
+    assert "a CUDA graph needs a GPU" in message
+
+
+def test_a_run_by_a_graph_does_not_depend_on_its_evaluations(run, graphs, monkeypatch):
+    """Which have more episodes at once, or fewer when some have ended."""
+    monkeypatch.setattr(vldac, "VLMPolicy", cuda_graph.Policy)
+    _, never = run("NumberLine", name="never")
+    number = len(graphs)
+    _, often = run("NumberLine", "--eval_episodes", 5, "--eval_every", 1, name="often")
+    often = [{key: x for key, x in row.items() if not key.startswith("eval/")} for row in often]
+    assert without_times(often) == without_times(never)
+    assert number == 2 and len(graphs) > 4  # of one player, at first, and of two
+    assert never[1]["losses/ratio_first"] == 0.0
+
+
+def test_an_animation_shows_every_step_and_the_end(toy_run, tmp_path, capsys):
+    folder = shutil.copytree(toy_run / "run", tmp_path / "run")
+    film.main(folder)
+    with Image.open(folder / "film-0.gif") as gif:
+        assert gif.n_frames == 2 and gif.width == 860  # an episode is one step; before and after
+    main = lambda words: film.main(*words)  # noqa: E731
+    assert "it takes no --adapter" in refused([folder, "--adapter", folder / "adapter"], capsys, main)
+
+
+def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path, monkeypatch, capsys):
+    """At a high temperature some responses fail to parse, and some episodes fail."""
+    folder, out = toy_run / "run", tmp_path / "page.html"
+    forward, sizes = VLMPolicy.forward, []
+
+    def counting(self, prompts, responses):
+        sizes.append(len(prompts))
+        return forward(self, prompts, responses)
+
+    monkeypatch.setattr(VLMPolicy, "forward", counting)
+    words = "--episodes 40 --temperature 1.6 --micro_batch_size 8 --out".split()
+    pages.main([str(folder), *words, str(out)])
+    assert max(sizes) == 8 and sum(sizes) >= 40  # also where 40 players act at once
+    no_critic = refused([folder, "--adapter", folder / "adapter"], capsys, pages.main)
+    assert "it takes no --adapter" in no_critic
+    page = out.read_text(encoding="utf-8")
+    assert "http" not in page and page.count("<svg") == len(pages.CHARTS)  # it needs no other file
+    assert page.count('class="bad"') == page.count("(no admissible action)") > 0
+    assert "weights: checkpoint.pt, update 8" in page and "V is the critic's value" in page
+
+    outcomes = []
+    for strip in page.split("<h3>")[1:]:
+        heading = re.match(r"Seed (\d+): (success|failure), return (\S+), (\d+) steps", strip)
+        outcomes.append(heading[2])
+        rewards = [float(x) for x in re.findall(r"reward ([-.\d]+)", strip)]
+        critic = [(float(V), float(A)) for V, A in re.findall(r"V (\S+?), A (\S+?)<", strip)]
+        V, A = critic[-1]
+        timed_out = strip.count("(no admissible action)") == len(rewards)  # any action would have ended it
+        assert A == pytest.approx(0.0 if timed_out else rewards[-1] - V, abs=0.016)
+        for reward, (V, A), (next_V, next_A) in zip(rewards, critic, critic[1:], strict=False):
+            expected = reward + 0.99 * next_V - V + 0.99 * 0.95 * next_A
+            assert A == pytest.approx(expected, abs=0.03)  # of figures with two digits
+        assert len(rewards) == strip.count("data:image/webp;base64,") == int(heading[4])
+        assert sum(rewards) == pytest.approx(float(heading[3]))
+    assert set(outcomes) == {"success", "failure"} and len(outcomes) <= 8
+    assert outcomes == sorted(outcomes)  # failures first
+
+
+def write_runs(tmp_path) -> list[str]:
+    """Folders of five runs: evaluations before and after, and from step 20 on a rate every 10 steps."""
+    folders = []
+    for name, before, *rates in (
+        ("NumberLine-tiny-0", 0.1, 0.2, 0.6, 1.0),
+        ("NumberLine-tiny-1-2", 0.2, 0.4, 0.8, 0.6),  # its name was taken
+        ("NumberLine-LOOP-0", 0.1, 0.1, 0.1, 0.1),
+        ("OneRoom-LOOP-3", 0.5, 0.5, 0.5, 0.5),
+        ("OneRoom-LOOP-4", 0.5, 0.5),  # it was stopped
+    ):
+        world, _, seed, *_ = name.split("-")
+        rows = [{"update": 0, "global_step": 0, "eval/success_rate": before}]
+        for k, rate in enumerate([None, *rates], 1):
+            row = {"update": k, "global_step": 10 * k, "charts/success_rate": rate}
+            row |= {"charts/invalid_action_rate": 0.25, "losses/kl_base": 0.25}
+            rows.append(row | {"episodes": [{}] * k})
+        rows[-1] |= {"eval/success_rate": 0.9, "eval/invalid_action_rate": 0.125}
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        options = {"env": world, "seed": int(seed), "num_envs": 2, "num_steps": 5, "total_timesteps": 40}
+        (folder / "args.json").write_text(json.dumps(options))
+        if len(rows) == 5:
+            (folder / "adapter").mkdir()
+        folders.append(str(folder))
+    return folders
+
+
+def test_learning_curves(tmp_path, monkeypatch):
+    """A panel per world, a thick line for the mean of a method's seeds, a dashed one for a result."""
+    matplotlib = pytest.importorskip("matplotlib.figure", reason="plots need: pip install matplotlib")
+    drawn = []
+    monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    evaluated(tmp_path / "hint.json", "hint", "--env", "NumberLine", "--episodes", 2)
+    plot.main([*write_runs(tmp_path)[:4], str(tmp_path / "hint.json"), "--out", "curves.png"])
+    [figure] = drawn
+    assert [axis.get_title() for axis in figure.axes] == ["NumberLine", "OneRoom"]
+    mean, *_, dashed = figure.axes[0].lines
+    assert mean.get_ydata() == pytest.approx([0.15, 0.15, 0.3, 0.7, 0.8])
+    assert dashed.get_linestyle() == "--" and set(dashed.get_ydata()) == {1.0}
+    evaluated(tmp_path / "none.json", "random", "--env", "test_vldac:Stairs-v0", "--episodes", 2)
+    with pytest.raises(SystemExit):  # no success flag, so no rate
+        plot.main([str(tmp_path / "none.json")])
