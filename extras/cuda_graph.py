@@ -3,7 +3,8 @@
     python extras/cuda_graph.py --env OneRoom         takes the options of vldac.py
     python extras/cuda_graph.py --resume runs/NAME    goes on with a run of vldac.py, or the other way round
 
-It replaces vldac.VLMPolicy by one whose `vlm.generate` is a recorded one. No GPU has run it yet.
+It replaces vldac.VLMPolicy by one that generates with a recorded pass. No GPU has run it yet. What a GPU must
+show before it becomes the default, study/gpu_check.py tries.
 """
 
 import copy
@@ -27,8 +28,11 @@ class Generation:
 
     The pass has thousands of small kernels, and to launch them one by one takes several times as long as they
     run. A graph is launched as a whole. But it repeats what was recorded, in the same memory and without
-    Python: so inputs are copied to where they were, the cache of keys and values has a fixed size, and for a
-    batch of another size all is made anew.
+    Python: so inputs are copied to where they were, the cache of keys and values has a fixed size, and for
+    more prompts, fewer or much longer ones all is made anew.
+
+    The first eight tokens of a graph are compared with ordinary passes over a copy of the cache. Not only the
+    first, because what a recording has fixed by mistake, such as a position, is still right there.
     """
 
     def __init__(self, vlm):
@@ -40,7 +44,9 @@ class Generation:
 
     def forget(self):
         """Drop the cache and the graph."""
-        self.size = self.cache = self.graph = self.inputs = self.output = None
+        self.batch = self.length = 0
+        self.cache = self.graph = self.inputs = self.output = None
+        self.copied_cache, self.to_compare = None, 8
 
     def __call__(self, **inputs):
         """From prompts (B, P) to prompts with their responses (B, P + R)."""
@@ -48,59 +54,69 @@ class Generation:
             return self.generate(**inputs)
         B, P = inputs["input_ids"].shape
         length = P + self.vlm.generation_config.max_new_tokens
-        length = math.ceil(length / 64) * 64  # so that it seldom changes
-        if (B, length) != self.size:
+        if B != self.batch or length > self.length:
             self.forget()  # first, so that there is never memory for both
-            self.size = (B, length)
-            self.cache = StaticCache(self.vlm.config, length)
+            self.batch, self.length = B, math.ceil(length / 64) * 64  # so that it seldom grows
+            self.cache = StaticCache(self.vlm.config, self.length)
             for i, layer in enumerate(self.cache.layers):
                 # Gemma's sliding layers count in Python. The mask hides what is outside of their window, too.
                 if type(layer) is StaticSlidingWindowLayer:
-                    self.cache.layers[i] = StaticLayer(length)
+                    self.cache.layers[i] = StaticLayer(self.length)
         self.cache.reset()
+        self.copied_cache = None  # it is of the last call, if that had a single token
         return self.generate(**inputs, past_key_values=self.cache)
 
     def decode_token(self, **inputs):
         """The forward pass for one more token of every response."""
         if not self.recorded:  # any more: the graph has failed at an earlier token
             return self.vlm(**inputs)
-        if self.graph is None:
-            return self.record(inputs)
-        for place, x in zip(tree_leaves(self.inputs), tree_leaves(inputs), strict=True):
-            if isinstance(x, torch.Tensor):
-                place.copy_(x)
-        self.graph.replay()
-        return self.output
-
-    def record(self, inputs):
-        """Record the pass and replay it. If that fails, or the result is wrong, there will be no graph."""
-        # What is right, with a copy of the cache. Before a recording there must be such a pass, in which
-        # libraries allocate what they need.
-        cache = copy.deepcopy(self.cache)
-        expected = self.vlm(**inputs | {"past_key_values": cache})
-        problem = "its result is not that of the model"
-        # Autocast would keep LoRA's weights in bfloat16, and the graph go on with those of now. This holds
-        # until the `with` in vldac's `sample` ends.
-        torch.set_autocast_cache_enabled(False)
+        expected = None
         try:
-            self.inputs, self.graph = inputs, torch.cuda.CUDAGraph()
-            # The outer stream is the current one, and will be again if the recording fails.
-            with torch.cuda.device(self.vlm.device), torch.cuda.stream(torch.cuda.current_stream()):
-                # thread_local: another thread may use the GPU meanwhile.
-                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                    self.output = self.vlm(**inputs)
+            if self.to_compare > 0:  # also because libraries allocate in a first pass what they need
+                if self.copied_cache is None:
+                    self.copied_cache = copy.deepcopy(self.cache)
+                expected = self.vlm(**inputs | {"past_key_values": self.copied_cache})
+            if self.graph is None:
+                self.record(inputs)
+            else:
+                for place, x in zip(tree_leaves(self.inputs), tree_leaves(inputs), strict=True):
+                    if isinstance(x, torch.Tensor):
+                        place.copy_(x)
             self.graph.replay()
-            tolerance = expected.logits.abs().max().item() / 50  # the order of sums may be another one
-            close = torch.allclose(self.output.logits, expected.logits, rtol=0, atol=tolerance)
-            if close and self.cache.get_seq_length().equal(cache.get_seq_length()):
+            if self.to_compare == 0:
                 return self.output
-        except RuntimeError as error:
+            problem = "its result is not that of the model"
+            if self.agrees_with(expected):
+                self.to_compare -= 1
+                if self.to_compare == 0:
+                    self.copied_cache = None
+                return self.output
+        except (RuntimeError, ValueError, AttributeError) as error:  # inputs of another shape, or None, too
             cause = error.__context__ or error  # the end of a recording that has failed raises, too
             problem = str(cause).partition("\n")[0]
         vldac.print_line(f"decoding goes on without a CUDA graph: {problem}")
         self.recorded = False
         self.forget()
-        return expected  # generate() goes on with the cache in it, the copy
+        return expected or self.vlm(**inputs)  # generate() goes on with the cache in it
+
+    def record(self, inputs):
+        """Record the pass. Nothing is computed, and the cache is as before."""
+        # Autocast would keep LoRA's weights in bfloat16, and the graph go on with those of now. This holds
+        # until the `with` in vldac's `sample` ends.
+        torch.set_autocast_cache_enabled(False)
+        self.inputs, self.graph = inputs, torch.cuda.CUDAGraph()
+        # The outer stream is the current one, and will be again if the recording fails.
+        with torch.cuda.device(self.vlm.device), torch.cuda.stream(torch.cuda.current_stream()):
+            # thread_local: another thread may use the GPU meanwhile.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.output = self.vlm(**inputs)
+
+    def agrees_with(self, expected) -> bool:
+        """Whether the graph's logits, and its place in the cache, are those of an ordinary pass."""
+        difference = (self.output.logits - expected.logits).float()
+        close = difference.std() < 0.01 * expected.logits.float().std()  # sums may have another order
+        same_place = self.cache.get_seq_length().equal(self.copied_cache.get_seq_length())
+        return close.item() and same_place
 
 
 class Policy(vldac.VLMPolicy):
@@ -109,6 +125,11 @@ class Policy(vldac.VLMPolicy):
     def __init__(self, args):
         super().__init__(args)
         self.vlm.generate = Generation(self.vlm)
+
+    def sample(self, prompts):
+        """As in vldac, but filled up to a multiple of 8: so few batches have a size of their own."""
+        filler = [prompts[-1]] * (-len(prompts) % 8) if self.vlm.generate.recorded else []
+        return super().sample([*prompts, *filler])[: len(prompts)]
 
 
 check_training = vldac.check_training
@@ -122,9 +143,7 @@ def check_gpu(args):
 
 
 def main(argv=None):
-    with mock.patch.multiple(
-        vldac, VLMPolicy=Policy, check_training=check_gpu
-    ):  # for the length of this call
+    with mock.patch.multiple(vldac, VLMPolicy=Policy, check_training=check_gpu):  # until it ends
         vldac.main(argv)
 
 

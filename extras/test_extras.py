@@ -1,6 +1,5 @@
-"""The tests of extras/: what VL-DAC is compared with; the CUDA graph, on a stand-in; pages, curves, films."""
+"""The tests of extras/: what VL-DAC is compared with, and what one looks at: pages, curves and films."""
 
-import contextlib
 import dataclasses
 import doctest
 import itertools
@@ -17,16 +16,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers.cache_utils import StaticCache
-from transformers.generation import GenerationMixin
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "extras")]
 
 import critic  # noqa: E402
-import cuda_graph  # noqa: E402
 import film  # noqa: E402
 import loop  # noqa: E402
 import page as pages  # noqa: E402
@@ -38,7 +32,6 @@ import test_vldac  # noqa: E402
 import vldac  # noqa: E402
 from test_vldac import (  # noqa: E402
     CORRIDOR,
-    FAMILIES,
     LOGGED,
     LONG,
     TROUBLED,
@@ -58,7 +51,6 @@ from test_vldac import (  # noqa: E402
     some_prompts,
     start,
     surrogate,
-    without_times,
 )
 from vldac import VLMPolicy, policy_loss  # noqa: E402
 
@@ -337,226 +329,6 @@ def test_runs_of_other_critics(model, tmp_path):
     losses = {kind: rows[3]["losses/policy_loss"] for kind, rows in logs.items()}
     assert len(set(losses.values())) == 3
     assert {row["losses/explained_variance"] for row in logs["none"][1:]} <= {0.0, None}
-
-
-class Tape(TorchDispatchMode):
-    """Stands in for a CUDA graph: the operations of a function, and their replay on the same tensors.
-
-    As on a GPU no Python runs in a replay, and a recording computes nothing: what it has changed is put back.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.operations, self.changed, self.replays = [], [], 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if operation._schema.is_mutable:
-            self.changed.append((args[0], args[0].clone()))
-        out = operation(*args, **kwargs)
-        self.operations.append((operation, args, kwargs, out))
-        return out
-
-    def put_back(self):
-        for x, before in reversed(self.changed):
-            x.copy_(before)
-
-    def replay(self):
-        self.replays += 1
-        for operation, args, kwargs, out in self.operations:
-            again = operation(*args, **kwargs)
-            for place, x in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                if isinstance(place, torch.Tensor) and place.data_ptr() != x.data_ptr():  # else it is a view
-                    place.copy_(x)
-
-
-# Operations that wait for the GPU, or copy to it: they cannot be recorded.
-WAITING = "_local_scalar_dense item nonzero is_nonzero masked_select unique equal bincount lift_fresh".split()
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """CUDA graphs on a CPU: a list of those that are made. Set `policy.vlm.generate.recorded` to use them."""
-    made, streams = [], ["main"]
-
-    def new_graph():
-        made.append(Tape())
-        return made[-1]
-
-    @contextlib.contextmanager
-    def record(graph, capture_error_mode):
-        streams.append("side")  # and it stays there if the recording fails
-        try:
-            with graph:
-                yield
-        except RuntimeError:
-            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
-        graph.put_back()
-        streams.pop()
-
-    @contextlib.contextmanager
-    def stream(name):
-        before = list(streams)
-        try:
-            yield
-        finally:
-            streams[:] = before
-
-    def takes_step(self, inputs, config):  # as on a GPU
-        return isinstance(inputs.get("past_key_values"), StaticCache)
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
-    monkeypatch.setattr(torch.cuda, "graph", record)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(GenerationMixin, "_valid_auto_compile_criteria", takes_step)
-    yield made
-    assert streams == ["main"]
-
-
-# Frames of each prompt: other lengths, fewer prompts, much longer ones, a single one, more.
-BATCHES = [[1, 2, 3, 1], [2, 1], [5, 5, 5, 1], [1], [3, 1, 1, 2, 1]]
-
-
-def greedy_policy(folder, **changes):
-    """A policy whose responses end early or late, and batches of prompts."""
-    policy = make_policy(folder, cls=cuda_graph.Policy, max_image_tokens=16, **changes)
-    policy.vlm.generation_config.do_sample = False
-    stop = policy.stop_ids[0].item()
-
-    def stop_now_and_then(*call):
-        logits = call[-1].clone()
-        logits[..., stop] += 100 * (logits.argmax(-1) % 6 == 0)
-        return logits
-
-    policy.vlm.get_output_embeddings().register_forward_hook(stop_now_and_then)
-    return policy, [some_prompts(policy, counts) for counts in BATCHES]
-
-
-def sampled(policy, batches, **generate):
-    """The tokens of the responses to each batch."""
-    vars(policy.vlm.generate).update(generate)
-    return [[tokens.tolist() for tokens in policy.sample(batch)] for batch in batches]
-
-
-EACH_CACHE = ["qwen2_vl", "qwen3_5", "gemma3"]  # all layers alike, some of linear attention, some sliding
-RECORDED = [(family, "float32") for family in FAMILIES] + [(family, "bfloat16") for family in EACH_CACHE]
-
-
-@pytest.mark.parametrize("family, dtype", RECORDED)
-def test_a_graph_decodes_what_is_decoded_without_it(family, dtype, model_folder, graphs, monkeypatch):
-    """By generate() as it is, or, in bfloat16, which rounds otherwise, with the same cache. Also later."""
-    policy, batches = greedy_policy(model_folder(family), dtype=dtype)
-    if dtype == "bfloat16":
-        batches = batches[:2]
-
-    def expected():
-        if dtype == "float32":
-            return sampled(policy, batches, recorded=False)
-        with monkeypatch.context() as without:
-            without.setattr(policy.vlm.generate, "record", lambda inputs: policy.vlm(**inputs), raising=False)
-            policy.vlm.generate.forget()
-            return sampled(policy, batches, recorded=True)
-
-    before = expected()
-    assert sampled(policy, batches, recorded=True) == before
-    with torch.no_grad():
-        for parameter in policy.lora_parameters():
-            parameter *= 1.7
-    batches = batches[:2]
-    learned = sampled(policy, batches, recorded=True)
-    policy.vlm.generate.recorded = False
-    assert learned == expected() != before[:2]
-    if dtype == "float32":
-        assert len({len(tokens) for batch in before + learned for tokens in batch}) > 1
-    assert sum(graph.replays for graph in graphs) > 10
-    names = {operation.__name__.partition(".")[0] for graph in graphs for operation, *_ in graph.operations}
-    assert names >= {"embedding", "index_copy_"} and not names.intersection(WAITING)
-
-
-@pytest.mark.parametrize("family", EACH_CACHE)
-def test_a_graph_samples_what_is_scored(family, model_folder, graphs):
-    policy = make_policy(model_folder(family), cls=cuda_graph.Policy, max_image_tokens=16, temperature=1.3)
-    generate, scores = policy.vlm.generate.generate, []
-
-    def with_scores(**inputs):
-        out = generate(**inputs, output_scores=True, return_dict_in_generate=True)
-        scores.append(torch.stack(out.scores, dim=1).log_softmax(2))  # (rows, R, tokens)
-        return out.sequences
-
-    policy.vlm.generate.generate = with_scores
-    for counts in ([3, 1, 2, 2], [1, 2]):
-        prompts = some_prompts(policy, counts)
-        responses = policy.sample(prompts)
-        logprobs, _, _ = policy(prompts, responses)
-        for i, response in enumerate(responses):
-            n = len(response)
-            drawn_from = scores[-1][i, torch.arange(n), response]
-            torch.testing.assert_close(logprobs[i, :n], drawn_from, atol=1e-4, rtol=0)
-    assert [len(batch) for batch in scores] == [4, 2]
-    assert [graph.replays > 3 for graph in graphs] == [True, True]
-
-
-REPLAY = Tape.replay
-
-
-def nothing_is_recorded(tape):
-    raise RuntimeError("operation not permitted when stream is capturing\nand more")
-
-
-def wrong_logits(tape):
-    REPLAY(tape)
-    *_, logits = tape.operations[-1]
-    logits.neg_()
-
-
-def no_place_is_counted(tape):
-    REPLAY(tape)
-    for operation, args, *_ in tape.operations:
-        if operation._schema.name == "aten::add_" and args[0].ndim == 0:
-            args[0].sub_(1)
-
-
-FAILURES = {
-    nothing_is_recorded: "operation not permitted when stream is capturing",
-    wrong_logits: "its result is not that of the model",
-    no_place_is_counted: "its result is not that of the model",
-}
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-def test_a_graph_that_fails_is_given_up_for_good(failure, model, graphs, monkeypatch, capsys):
-    """With one line; then all is as without it: the usual cache, and nothing is filled up."""
-    policy, batches = greedy_policy(model)
-    before = sampled(policy, batches, recorded=False)
-    method = "__torch_dispatch__" if failure is nothing_is_recorded else "replay"
-    monkeypatch.setattr(Tape, method, lambda tape, *_: failure(tape))
-    generate, calls = policy.vlm.generate.generate, []
-    policy.vlm.generate.generate = lambda **inputs: calls.append(inputs) or generate(**inputs)
-    assert sampled(policy, batches, recorded=True) == before
-    assert ["past_key_values" in inputs for inputs in calls] == [True, False, False, False, False]
-    assert [len(inputs["input_ids"]) for inputs in calls] == list(map(len, BATCHES))
-    message = f"decoding goes on without a CUDA graph: {FAILURES[failure]}\n"
-    assert capsys.readouterr().out == message
-    assert torch.is_autocast_cache_enabled()
-
-
-def test_a_graph_needs_one_gpu(model, capsys):
-    message = refused(["--env", "NumberLine", "--model", model, "--device", "cpu"], capsys, cuda_graph.main)
-    assert "a CUDA graph needs a GPU" in message
-
-
-def test_a_run_by_a_graph_does_not_depend_on_its_evaluations(run, graphs, monkeypatch):
-    """Which have more episodes at once, or fewer when some have ended."""
-    monkeypatch.setattr(vldac, "VLMPolicy", cuda_graph.Policy)
-    _, never = run("NumberLine", name="never")
-    number = len(graphs)
-    _, often = run("NumberLine", "--eval_episodes", 5, "--eval_every", 1, name="often")
-    often = [{key: x for key, x in row.items() if not key.startswith("eval/")} for row in often]
-    assert without_times(often) == without_times(never)
-    assert number == 2 and len(graphs) > 4  # of one player, at first, and of two
-    assert never[1]["losses/ratio_first"] == 0.0
 
 
 def test_an_animation_shows_every_step_and_the_end(toy_run, tmp_path, capsys):
