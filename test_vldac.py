@@ -364,6 +364,45 @@ def test_lora_is_on_the_language_model_only(policy):
     assert set(plain.targeted_module_names) == expected
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_as_products_is_peft_s_to_the_bit(family, dtype, model_folder):
+    """Log-probabilities and gradients of all its weights; with the adapter switched off too."""
+    policy = make_policy(model_folder(family), dtype=dtype, max_image_tokens=16, lora_rank=16)
+    prompts = some_prompts(policy, [1, 2])
+    responses = [torch.tensor([60, 61, 62]), torch.tensor([63])]
+
+    def computed():
+        logprobs, _, values = policy(prompts, responses)
+        gradients = torch.autograd.grad(logprobs.sum(), policy.lora_parameters(), materialize_grads=True)
+        with policy.peft_model.disable_adapter(), torch.no_grad():
+            baselogprobs, _, _ = policy(prompts, responses)
+        assert (logprobs - baselogprobs).abs().max() > 0.01
+        return [logprobs, values, baselogprobs, *gradients]
+
+    plain = computed()
+    layers = [module for module in policy.vlm.modules() if isinstance(module, vldac.LoraLinear)]
+    for layer in layers:
+        del layer.forward  # PEFT's own again
+    assert 2 * len(layers) == len(policy.lora_parameters())
+    torch.testing.assert_close(plain, computed(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("variant, replaced", [({}, True), ({"use_dora": True}, False)])
+def test_variants_of_lora_keep_peft_s_own_forward(variant, replaced, model, tmp_path):
+    """DoRA scales the whole product; its adapter is not y + scale * B A x."""
+    base = AutoModelForImageTextToText.from_pretrained(model)
+    config = LoraConfig(r=4, lora_alpha=24, target_modules=TEXT_LAYERS, init_lora_weights=False, **variant)
+    plain = get_peft_model(base, config)
+    plain.save_pretrained(tmp_path)
+    policy = VLMPolicy(options(model, adapter=str(tmp_path), lora_alpha=24))
+    inputs = policy.inputs(some_prompts(policy, [1]))
+    with torch.no_grad():
+        torch.testing.assert_close(policy.vlm(**inputs).logits, plain(**inputs).logits)
+    layers = [module for module in policy.vlm.modules() if isinstance(module, vldac.LoraLinear)]
+    assert layers and all(("forward" in vars(layer)) == replaced for layer in layers)
+
+
 def test_a_model_that_cuts_a_frame_into_tiles_is_refused(model, monkeypatch):
     """Here only a frame that is alone is cut, into 13."""
     policy = make_policy(model)
