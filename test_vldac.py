@@ -388,9 +388,11 @@ def test_lora_as_products_is_peft_s_to_the_bit(family, dtype, model_folder):
     torch.testing.assert_close(plain, computed(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("variant, replaced", [({}, True), ({"use_dora": True}, False)])
+@pytest.mark.parametrize("variant, replaced", [
+    ({}, True), ({"use_dora": True}, False), ({"lora_bias": True}, False),
+])  # fmt: skip
 def test_variants_of_lora_keep_peft_s_own_forward(variant, replaced, model, tmp_path):
-    """DoRA scales the whole product; its adapter is not y + scale * B A x."""
+    """DoRA scales the whole product, and a bias is added: they are not y + scale * B A x."""
     base = AutoModelForImageTextToText.from_pretrained(model)
     config = LoraConfig(r=4, lora_alpha=24, target_modules=TEXT_LAYERS, init_lora_weights=False, **variant)
     plain = get_peft_model(base, config)
@@ -1035,6 +1037,9 @@ PARSED = [
     ("", None),
     (answer("\ud800"), None),
     ('{"action": 10}', "10"),
+    *(
+        (text, None) for text in ('{"action": 1', '{"action": 1/2}', '{"action": 1 or 10}')
+    ),  # cut, or no number
     *((f'{{"action": {number}}}', None) for number in ("1e1", "10.0", "-", "01", "1" * 5000)),
     (answer("a"), "a"),  # case decides only where it must
     (answer("b"), None),  # two would do, none is exact
@@ -1736,7 +1741,8 @@ def test_a_gpu_that_is_not_used_is_mentioned(monkeypatch, capsys):
     monkeypatch.setattr(envs, "check_world", lambda env: sys.exit("enough"))
     with pytest.raises(SystemExit, match="enough"):
         vldac.main(["--env", "NumberLine"])
-    assert "toy on the CPU, though this machine has an NVIDIA GPU: PyTorch" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "toy on the CPU, though this machine has an NVIDIA GPU: which PyTorch does not find" in printed
 
 
 def test_each_process_takes_a_gpu_of_its_own(model, monkeypatch, capsys):

@@ -4,8 +4,8 @@ VL-DAC (Vision-Language Decoupled Actor-Critic, Bredis et al., AAMAS 2026, arXiv
 vision-language model (VLM) to act. At environment step t the model sees a prompt s_t (images and text) and
 writes a response a_t, the tokens a_t^1 a_t^2 ...; the action parsed from it moves the environment, which pays
 the reward r_t. Actor and critic are decoupled: the policy is optimised per token, the value is predicted once
-per environment step, and the value head's gradient stops at the backbone. Trained are LoRA adapters on the
-language model and the value head; all else, the vision tower too, is frozen.
+per environment step, and the value head's gradient stops at the backbone. Two things are trained: LoRA
+adapters on the language model, and the value head. The rest, the vision tower too, is frozen.
 
     L = L_policy + beta * L_KL + alpha * L_value                                                     (Eq. 6)
 
@@ -81,7 +81,7 @@ from envs import UserError, check, exit_with
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT uses a deprecated name
 
 RANK = int(os.environ.get("RANK", 0))  # the number of this process, under torchrun
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are: torchrun's name
 
 
 @dataclass
@@ -89,8 +89,8 @@ class Args:
     """Every option and its default. The source of each is in docs/guide.md.
 
     The rule: the paper's Table 6 where it speaks, else the effective value of the released code, unless that
-    is a bug. The toy and some worlds have PRESETS. The program applies them and makes the toy; `Args(...)` in
-    a notebook does neither, so give it a model.
+    is a bug. The toy and some worlds have other defaults, PRESETS. The program applies them, and makes the
+    toy; a notebook does neither, so give `Args` a model there.
 
     On a command line: --env NumberLine --num_envs 8 --stop_grad false --value_hidden 64 64
     """
@@ -103,7 +103,7 @@ class Args:
     device: str | None = None  # default: cuda where there is one, else cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the base; auto: bfloat16 on a GPU that has it
     # rollout
-    total_timesteps: int = 51_200  # environment steps
+    total_timesteps: int = 51_200  # environment steps, rounded down to whole updates
     num_envs: int = 16  # of all processes
     num_steps: int = 32  # environment steps of each environment per update
     max_episode_steps: int | None = None  # default: the world's own limit
@@ -114,7 +114,7 @@ class Args:
     max_new_tokens: int = 256
     # update
     minibatch_size: int = 128  # environment steps per optimizer step, of all processes
-    micro_batch_size: int = 8  # environment steps per forward pass over responses; less saves memory
+    micro_batch_size: int = 8  # environment steps per forward pass that scores or trains; fewer save memory
     update_epochs: int = 2
     value_warmup: int = 2  # updates that train only the value head
     learning_rate: float = 5e-5
@@ -184,8 +184,8 @@ def build_prompt(text, actions, task, taken, left) -> str:
 
 
 ACTION_KEY = re.compile(r'"action"[ \t\r\n]*:[ \t\r\n]*')
-NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}(?![0-9.eE+-])")
-SEARCH = re.compile(r"search(\[(?=.*\w)[^\[\]]{1,100}\])", re.IGNORECASE)  # with a letter or a digit
+NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}(?=[ \t\r\n]*[,}])")  # whole: of 10, a cut may leave 1
+SEARCH = re.compile(r"search(\[(?=.*\w)[^\[\]]{1,100}\])", re.IGNORECASE)  # with a letter, digit or _
 
 
 def parse_action(text: str, actions) -> str | None:
@@ -298,8 +298,8 @@ class VLMPolicy(nn.Module):
         # No special tokens are added: Gemma's template has written the one at the beginning already.
         options = {"add_special_tokens": False, "return_tensors": "pt"}
         prompt = self.processor(text=[chat], images=[images], **options)
-        # The pixels of a rollout are kept: in the model's type, to which it would cast them anyway. Integers
-        # stay as they are.
+        # Prompts are kept for a whole update, so their pixels are in the model's type, to which it would cast
+        # them anyway. Integers stay as they are.
         return dict(prompt.to(getattr(torch, self.args.dtype)))
 
     def inputs(self, prompts, responses=None) -> dict:
@@ -502,7 +502,8 @@ def make_minibatches(steps, args: Args) -> list:
     A minibatch is for one optimizer step, a micro-batch for one forward pass, both to score and to train it.
     """
     # Deviation 8: drawn once, before scoring; the released code draws anew for each epoch. Rounding depends
-    # on the batch. Scored and trained in the same one, a step's first ratios are exactly 1, in bfloat16 too.
+    # on the batch. As a step is scored and trained in the same batch, its ratios are exactly 1 before the
+    # first optimizer step, in bfloat16 too.
 
     def length(step):
         return step.prompt["input_ids"].shape[1] + len(step.tokens)
@@ -740,7 +741,8 @@ def update(policy, optimizer, minibatches, args: Args, warmup=False) -> dict[str
             norms.append([norm_lora.item(), norm_value.item()])
             optimizer.step()
     for parameter in lora:
-        # Of a weight without gradient autocast keeps no bfloat16 copy, but makes one for every sampled token.
+        # Autocast keeps a weight's bfloat16 copy only if the weight wants a gradient. Else the next rollout
+        # would make a copy for every token.
         parameter.requires_grad_(True)
 
     # Before the first optimizer step the policy is still the one that sampled: |ratio - 1| should be 0.
@@ -798,8 +800,8 @@ def train(args: Args, folder: Path):
     recent = state["recent"]  # the last 100 episodes
 
     updates = range(state["update"] + 1, num_updates + 1)
-    hidden = True if RANK else None  # None: on a terminal it is shown, in a file not
-    for u in tqdm(updates, initial=state["update"], total=num_updates, disable=hidden):
+    disable = True if RANK else None  # None: there is a bar on a terminal, but none in a file
+    for u in tqdm(updates, initial=state["update"], total=num_updates, disable=disable):
         set_seed(training_seed(args.seed, RANK, u))  # a resumed run goes on as if it had never stopped
         rate = cosine(u - 1, num_updates, args.learning_rate, args.final_learning_rate)
         optimizer.param_groups[0]["lr"] = rate
@@ -807,7 +809,6 @@ def train(args: Args, folder: Path):
         start = time.perf_counter()
         steps, last_prompts, episodes = collect(policy, players, args)
         collected = time.perf_counter()
-        # Drawn before they are scored, so that a step is scored and trained in the same batch.
         minibatches = make_minibatches(steps, args)  # the same Step objects, which are now completed in place
         score(policy, minibatches)
         stats = add_advantages(steps, policy.values(last_prompts), args)
@@ -947,8 +948,8 @@ def add_lora(vlm, args: Args) -> PeftModel:
 def lora_as_products(vlm):
     """Compute each LoRA layer as what it is, y + scale * B A x, without PEFT's bookkeeping.
 
-    It takes longer than the products where each response gets a single token. The result is the same, to the
-    bit where the scale, lora_alpha / lora_rank, is a power of two.
+    When responses are generated token by token, that bookkeeping costs more than the products. The result is
+    the same, to the bit where the scale, lora_alpha / lora_rank, is a power of two.
     """
 
     def forward(layer, x):
@@ -959,8 +960,8 @@ def lora_as_products(vlm):
         h = nn.functional.linear(nn.functional.linear(x, A), B)
         return torch.add(y, h, alpha=layer.scaling["default"])
 
-    for module in vlm.modules():
-        if type(module) is LoraLinear and not module.lora_variant:  # DoRA, say, keeps PEFT's own
+    for module in vlm.modules():  # DoRA and adapters with a bias keep PEFT's own
+        if type(module) is LoraLinear and not module.lora_variant and not any(module.lora_bias.values()):
             module.forward = functools.partial(forward, module)
 
 
@@ -977,7 +978,7 @@ def special_ids(vlm, tokenizer) -> tuple[list[int], list[int]]:
 
 
 def check_frames(policy):
-    """UserError unless a frame is as many placeholders in a row, alone and beside another."""
+    """UserError unless each frame becomes one row of placeholders, as long alone as beside another frame."""
     blank = np.zeros((480, 640, 3), np.uint8)
     lengths = []
     for count in (1, 2):
@@ -1017,7 +1018,7 @@ def mean_and_std(x) -> tuple[float, float]:
 
 
 def average_gradients(parameters):
-    """Average gradients over processes. Their parts are equally large: the whole minibatch's gradient."""
+    """Average over processes. Each has equally many steps, so this is the whole minibatch's gradient."""
     for parameter in parameters:
         if WORLD_SIZE > 1 and parameter.grad is not None:  # in the warm-up, LoRA has none
             dist.all_reduce(parameter.grad)
@@ -1063,7 +1064,7 @@ def evaluate(policy, players, seeds, play=None) -> list[dict]:
         player.reset(waiting.pop(0))
     episodes = []
     while playing:
-        steps = (play or act)(policy, playing)
+        steps = (play or act)(policy, playing)  # act as it is now: an idea may have replaced it
         for player, step in zip(list(playing), steps, strict=True):
             if step.done:
                 episodes.append(player.result())
@@ -1078,7 +1079,7 @@ def evaluate(policy, players, seeds, play=None) -> list[dict]:
 
 
 def summary(episodes) -> dict[str, float | None]:
-    """Means over episodes. The success rate is None if none has a flag; otherwise one without has failed.
+    """Means over episodes. The success rate is None if no episode has a flag; else one without has failed.
 
     >>> lost = {"success": None, "return": -1.0, "length": 3, "invalid": 1}
     >>> summary([lost, lost | {"success": True, "return": 2.0, "length": 1}])["success_rate"]
@@ -1109,8 +1110,8 @@ def evaluate_for_log(policy, players) -> dict[str, float | None]:
 def diagnostics(newlogprobs, logprobs, baselogprobs, mask, clip_coef) -> dict[str, float]:
     """What the log tells of a micro-batch besides its losses; all but clip_coef (B, R).
 
-    Of the three divergences in the log, approx_kl is from the policy that sampled to the current one,
-    kl_base from the base to the policy that sampled, and kl_loss what is optimised, of the current one.
+    With `old` for the policy that sampled, approx_kl estimates KL(old || current) and kl_base
+    KL(old || base). What is optimised, of the current policy, is in the log as kl_loss.
     """
     logratio = newlogprobs - logprobs
     ratio = logratio.exp()
@@ -1119,7 +1120,6 @@ def diagnostics(newlogprobs, logprobs, baselogprobs, mask, clip_coef) -> dict[st
         "ratio_distance": distance.max().item(),
         "approx_kl": step_mean((ratio - 1) - logratio, mask).item(),  # as in CleanRL
         "clipfrac": step_mean((distance > clip_coef).float(), mask).item(),
-        # Of the policy that sampled, estimated from its tokens:
         "kl_base": kl_base(logprobs, baselogprobs, mask).item(),
         "entropy": -step_mean(logprobs, mask).item(),
     }
@@ -1261,7 +1261,7 @@ def show_a_response(policy, player):
 
 # -------------------------------------------------------------------------------------------- the options
 
-# What the toy and some worlds change in Args. A world's win over the toy's, and what is typed over both.
+# Other defaults, of the toy and of some worlds. What is typed > a world's > the toy's > those of Args.
 CARD_GAME = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0}
 LONG_PROMPT = {"num_images": 1, "gradient_checkpointing": True}
 PRESETS = {
@@ -1275,7 +1275,7 @@ PRESETS = {
         "final_learning_rate": 2e-5,
         "value_hidden": [256, 256],
     },
-    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # the toy has fewer elsewhere
+    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # more than the toy's
     **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARD_GAME),
     **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPT),
 }
@@ -1415,10 +1415,8 @@ def main(argv=None, args_class=Args, training=None):
         args = parse_args(argv, args_class, program)
         check_training(args)
         if args.model == "tiny" and args.device == "cpu" and os.path.exists("/dev/nvidia0"):
-            reason = f"PyTorch {torch.__version__} does not find it (a build for the CPU, or an old driver?)"
-            if torch.cuda.is_available():
-                reason = "--device cpu"
-            print_line(f"the toy on the CPU, though this machine has an NVIDIA GPU: {reason}")
+            found = "--device cpu" if torch.cuda.is_available() else "which PyTorch does not find"
+            print_line(f"the toy on the CPU, though this machine has an NVIDIA GPU: {found}")
         envs.check_world(Player(args).env)  # before a model is loaded
         if RANK == 0:  # it may teach the toy, so this comes before the other processes are joined
             folder = Path(args.resume) if args.resume else new_run(args, program)

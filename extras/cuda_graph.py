@@ -80,8 +80,8 @@ class Generation:
                 self.record(inputs)
             else:
                 for place, x in zip(tree_leaves(self.inputs), tree_leaves(inputs), strict=True):
-                    if isinstance(x, torch.Tensor):
-                        place.copy_(x)
+                    if isinstance(x, torch.Tensor) or isinstance(place, torch.Tensor):
+                        place[:] = x.view(place.shape)  # neither may be None or of another size
             self.graph.replay()
             if self.to_compare == 0:
                 return self.output
@@ -91,7 +91,7 @@ class Generation:
                 if self.to_compare == 0:
                     self.copied_cache = None
                 return self.output
-        except (RuntimeError, ValueError, AttributeError) as error:  # inputs of another shape, or None, too
+        except (RuntimeError, ValueError, AttributeError, TypeError) as error:
             cause = error.__context__ or error  # the end of a recording that has failed raises, too
             problem = str(cause).partition("\n")[0]
         vldac.print_line(f"decoding goes on without a CUDA graph: {problem}")
