@@ -27,6 +27,7 @@ import page as pages  # noqa: E402
 import plot  # noqa: E402
 import response_ratio  # noqa: E402
 import rl4vlm  # noqa: E402
+import walkthrough  # noqa: E402
 
 import test_vldac  # noqa: E402
 import vldac  # noqa: E402
@@ -38,6 +39,7 @@ from test_vldac import (  # noqa: E402
     Troubled,
     column,
     evaluated,
+    files,
     forked,
     gradients,
     killed,
@@ -422,3 +424,26 @@ def test_learning_curves(tmp_path, monkeypatch):
     evaluated(tmp_path / "none.json", "random", "--env", "test_vldac:Stairs-v0", "--episodes", 2)
     with pytest.raises(SystemExit):  # no success flag, so no rate
         plot.main([str(tmp_path / "none.json")])
+
+
+def test_a_walkthrough_shows_numbers_that_fit_each_other(toy_run, capsys):
+    before = files(toy_run / "run")
+    walkthrough.main(str(toy_run / "run"))
+    printed = capsys.readouterr().out
+    assert files(toy_run / "run") == before
+    assert max(map(len, printed.splitlines()[1:])) <= 100
+    [rows] = re.findall(r"3\. add_advantages.*?\n\n.*?\n(.*?)\n\n", printed, re.S)
+    ended = [row.endswith("end") for row in rows.splitlines()]
+    rows = [re.findall(r"-?\d+\.\d+", row) for row in rows.splitlines()]
+    reward, V, delta, A, G, normalised = np.array(rows, float).T
+    assert len(rows) == 16 and reward.any() and any(ended)
+    assert A == pytest.approx(G - V, abs=0.002)
+    assert delta[ended] == pytest.approx((reward - V)[ended], abs=0.002)
+    assert normalised == pytest.approx((A - A.mean()) / A.std(ddof=1), abs=0.02)
+    assert re.search(r"of the sum: 0\.\d*[1-9]", printed)
+    assert "of the value loss alone: 0.000000" in printed
+    [shares] = re.findall(r"its share +(\S+) +(\S+) +(\S+) +(\S+)", printed)
+    policy, KL, value, total = map(float, shares)
+    assert total == pytest.approx(policy + KL + value, abs=0.003)
+    ratios = re.findall(r"^ +'.*' +(\d\.\d{3}) ", printed.partition("5. update")[2], re.M)
+    assert len(ratios) > 4 and set(ratios) != {"1.000"}
