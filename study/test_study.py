@@ -160,7 +160,7 @@ def test_the_likeliest_action_is_scored_after_the_sampled_thought(tmp_path):
 def test_the_controls_have_no_hints_or_pay_by_a_coin():
     """With the same seeds and actions the noisy room is the room, but for the sign of what a success pays."""
     rooms = ("OneRoomNoHints", "OneRoomS6NoHints", "OneRoomS6FastNoHints", "OneRoomS6NoHintsNoise")
-    for name in (*rooms, "NumberLineNoHints"):
+    for name in (*rooms, "OneRoomS6FastNoHintsNoise", "MixedNoHints", "NumberLineNoHints"):
         world = envs.make_env(f"study.worlds:{name}-v0")
         world.reset(seed=0)
         assert envs.call_optional(world, "hint") is None and envs.call_optional(world, "caption")
@@ -178,6 +178,18 @@ def test_the_controls_have_no_hints_or_pay_by_a_coin():
             assert rewards == [abs(reward) for reward in noisy_rewards] and rewards[-1] > 0
             signs.add(noisy_rewards[-1] > 0)
         assert signs == {True, False}
+
+
+@needs_opengl
+def test_the_mixed_room_is_one_of_three_with_its_limit():
+    world, met = envs.make_env("study.worlds:MixedNoHints-v0"), set()
+    for seed in range(12):
+        _, info = world.reset(seed=seed)
+        met.add((type(world.unwrapped.env).__name__, info["left"]))
+    assert met == {("OneRoomS6Fast", 50), ("Hallway", 128), ("FourRooms", 128)}
+    again, _ = world.reset(seed=3)
+    world.reset(seed=4)
+    assert (world.reset(seed=3)[0]["image"] == again["image"]).all()
 
 
 @pytest.mark.parametrize("number", range(len(TABLES)))

@@ -1,4 +1,4 @@
-"""The worlds of the study: no good action is taught, a coin decides the reward, or thoughts are long.
+"""The worlds of the study: no good action is taught, a coin decides the reward, rooms mix, thoughts are long.
 
     python vldac.py --env study.worlds:NumberLineNoHints-v0 --model tiny
     python vldac.py --env study.worlds:LongOneRoom-v0 --model tiny --max_new_tokens 100
@@ -8,7 +8,7 @@ Without hints the toy is taught uniformly random actions only.
 
 import gymnasium as gym
 
-from envs import MiniWorld, NumberLine
+from envs import MiniWorld, NumberLine, World, make_simulator
 
 
 class NoHints(MiniWorld):
@@ -30,6 +30,21 @@ class Noise(MiniWorld):
 
 class NoHintsNoise(NoHints, Noise):
     """Both."""
+
+
+class MixedNoHints(NoHints):
+    """At each reset one of three rooms, with its own limit; the hint is None."""
+
+    rooms = ("OneRoomS6Fast", "Hallway", "FourRooms")
+
+    def __init__(self, **options):
+        self.simulators = [make_simulator(name, *self.size) for name in self.rooms]
+        World.__init__(self, **options)
+
+    def _reset(self):
+        self.env = self.simulators[self.np_random.integers(len(self.rooms))]
+        self.limit = min(128, self.env.max_episode_steps)
+        super()._reset()
 
 
 class NumberLineNoHints(NumberLine):
@@ -59,8 +74,9 @@ class LongOneRoom(MiniWorld):
 
 
 ROOMS = [("OneRoom", NoHints), ("OneRoom", Noise)]
-ROOMS += [("OneRoomS6", NoHints), ("OneRoomS6", NoHintsNoise), ("OneRoomS6Fast", NoHints)]
+ROOMS += [("OneRoomS6", NoHints), ("OneRoomS6", NoHintsNoise)]
+ROOMS += [("OneRoomS6Fast", NoHints), ("OneRoomS6Fast", NoHintsNoise)]
 for room, world in ROOMS:
     gym.register(f"{room}{world.__name__}-v0", world, kwargs={"name": room})
-for world in (NumberLineNoHints, LongOneRoom):
+for world in (MixedNoHints, NumberLineNoHints, LongOneRoom):
     gym.register(f"{world.__name__}-v0", world)
