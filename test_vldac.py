@@ -2687,7 +2687,7 @@ def test_the_readme_s_loss_can_be_copied():
     there |= {"rewards": torch.tensor([[1.0, 0.0]]), "dones": torch.ones(1, 2)}
     there |= {"values": torch.full((1, 2), 0.5), "last_values": torch.zeros(2), "newvalues": torch.ones(2)}
     there |= {"logprobs": torch.zeros(2, 2), "baselogprobs": torch.zeros(2, 2), "mask": torch.ones(2, 2)}
-    there |= {"newlogprobs": torch.full((2, 2), math.log(1.5)), "B": 2, "steps_of_minibatch": 4}
+    there |= {"newlogprobs": torch.full((2, 2), math.log(1.5)), "B": 2, "steps_of_minibatch": 4, "i": [0, 1]}
     exec(before, there)
     there["advantages"] = there["advantages"].flatten()
     there["returns"] = there["returns"].flatten()
