@@ -1354,8 +1354,8 @@ def check_args(args: Args):
         devices += ["mps"]
     if torch.cuda.is_available():
         devices += ["cuda", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
-    found = f"PyTorch {torch.__version__} finds {', '.join(devices)}"
-    check(args.device in devices, f"--device {args.device}: {found}")
+    finds = f"PyTorch {torch.__version__} finds {', '.join(devices)}"
+    check(args.device in devices, f"--device {args.device}: {finds}")
 
 
 def check_training(args: Args):
@@ -1415,8 +1415,8 @@ def main(argv=None, args_class=Args, training=None):
         args = parse_args(argv, args_class, program)
         check_training(args)
         if args.model == "tiny" and args.device == "cpu" and os.path.exists("/dev/nvidia0"):
-            found = "--device cpu" if torch.cuda.is_available() else "which PyTorch does not find"
-            print_line(f"the toy on the CPU, though this machine has an NVIDIA GPU: {found}")
+            reason = "--device cpu" if torch.cuda.is_available() else "which PyTorch does not find"
+            print_line(f"the toy on the CPU, though this machine has an NVIDIA GPU: {reason}")
         envs.check_world(Player(args).env)  # before a model is loaded
         if RANK == 0:  # it may teach the toy, so this comes before the other processes are joined
             folder = Path(args.resume) if args.resume else new_run(args, program)
