@@ -184,7 +184,8 @@ def build_prompt(text, actions, task, taken, left) -> str:
 
 
 ACTION_KEY = re.compile(r'"action"[ \t\r\n]*:[ \t\r\n]*')
-NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}(?=[ \t\r\n]*[,}])")  # whole: of 10, a cut may leave 1
+# A number counts only if something ends it: a response that was cut after 1 may have meant 10.
+NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}(?=[ \t\r\n]*[,}])")
 SEARCH = re.compile(r"search(\[(?=.*\w)[^\[\]]{1,100}\])", re.IGNORECASE)  # with a letter, digit or _
 
 
@@ -276,7 +277,7 @@ class VLMPolicy(nn.Module):
             temperature=args.temperature,
             top_k=0,
             max_new_tokens=args.max_new_tokens,
-            suppress_tokens=self.banned_ids or None,  # transformers refuses an empty list
+            suppress_tokens=self.banned_ids,
             eos_token_id=stop_ids,
             pad_token_id=self.tokenizer.pad_token_id,
         )
@@ -299,7 +300,7 @@ class VLMPolicy(nn.Module):
         options = {"add_special_tokens": False, "return_tensors": "pt"}
         prompt = self.processor(text=[chat], images=[images], **options)
         # Prompts are kept for a whole update, so their pixels are in the model's type, to which it would cast
-        # them anyway. Integers stay as they are.
+        # them anyway (Gemma 4 after it has shifted them). Integers stay as they are.
         return dict(prompt.to(getattr(torch, self.args.dtype)))
 
     def inputs(self, prompts, responses=None) -> dict:

@@ -81,7 +81,7 @@ class Generation:
             else:
                 for place, x in zip(tree_leaves(self.inputs), tree_leaves(inputs), strict=True):
                     if isinstance(x, torch.Tensor) or isinstance(place, torch.Tensor):
-                        place[:] = x.view(place.shape)  # neither may be None or of another size
+                        place.copy_(x.view(place.shape))  # neither may be None or of another size
             self.graph.replay()
             if self.to_compare == 0:
                 return self.output

@@ -217,6 +217,8 @@ def main():
         traceback.print_exc()
         failed.append(repr(error))
     print(f"verdict: {'not yet: ' + '; '.join(failed) if failed else 'default'}")
+    if DRY and any("ms a decoding step" not in text for text in failed):
+        raise SystemExit(1)  # the stand-in is slower, and all else must hold
 
 
 if __name__ == "__main__":
