@@ -2,7 +2,8 @@
 
     python extras/plot.py runs/A runs/B random.json    --out FILE (curves.png) comes last
 
-A panel per world; seeds are thin lines, and their mean is a thick one. It needs matplotlib.
+A panel per world. The mean of a method's seeds is a thick line; the seeds are thin lines, or, where a panel has
+more than two methods, a band from the worst to the best. It needs matplotlib.
 """
 
 import json
@@ -94,7 +95,7 @@ def group(curves) -> dict[tuple[str, str], list[Curve]]:
 
 
 def plot(curves, results, out, colors=None):
-    """Learning curves: a panel per world; seeds as thin lines, their mean as a thick one, results dashed.
+    """Learning curves: a panel per world; the mean of the seeds as a thick line, results dashed.
 
     colors  of methods and players; others get the next ones of matplotlib's cycle
     """
@@ -124,8 +125,11 @@ def plot(curves, results, out, colors=None):
         steps = steps[steps <= min(run.steps[-1] for run in runs)]  # those that all runs have reached
         rates = np.array([np.interp(steps, run.steps, run.rates) for run in runs])  # (runs, steps)
         (lines[method],) = axes[world].plot(steps, rates.mean(0), color=color, label=method)
-        for run in runs:
-            axes[world].plot(run.steps, run.rates, color=color, alpha=0.4, linewidth=0.8)
+        if sum(other == world for other, _ in groups) > 2:
+            axes[world].fill_between(steps, rates.min(0), rates.max(0), color=color, alpha=0.12, linewidth=0)
+        else:
+            for run in runs:
+                axes[world].plot(run.steps, run.rates, color=color, alpha=0.4, linewidth=0.8)
     for result in results:
         player = result["player"]
         name = {"random": "random actions", "hint": "scripted player"}.get(player, player)
@@ -133,7 +137,8 @@ def plot(curves, results, out, colors=None):
         rate = result["summary"]["success_rate"]
         axis = axes[world_name(result["task"]["env"])]
         lines[name] = axis.axhline(rate, linestyle="--", color=color, label=name)
-    title = "thin: a seed, thick: the mean" if any(len(runs) > 1 for runs in groups.values()) else None
+    several = any(len(runs) > 1 for runs in groups.values())
+    title = "thick: the mean; thin: a seed; band: worst to best" if several else None
     small = {"fontsize": 8, "title_fontsize": 8, "frameon": False}
     figure.legend(handles=lines.values(), loc="outside lower center", ncols=2, title=title, **small)
     figure.savefig(out, dpi=200)

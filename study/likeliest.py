@@ -1,12 +1,14 @@
 """What a model would do if it always took its likeliest action.
 
-    python study/likeliest.py runs/NAME    200 episodes of the model that a run started from
+    python study/likeliest.py runs/NAME        200 episodes of the model that a run started from
+    python study/likeliest.py runs/NAME 0.5    an action by its chance to the power of 1 / 0.5, not the likeliest
 
 Greedy decoding does not show that: it takes the likeliest token, and several actions may begin with one
 token, so that together they beat an action that is likelier than each of them. Here a thought is sampled, and
 then every admissible action is scored in the place of the sampled one.
 """
 
+import functools
 import itertools
 import json
 import sys
@@ -31,34 +33,44 @@ def responses_of(policy, text, actions) -> list[torch.Tensor]:
     return responses
 
 
-def likeliest(policy, prompts, texts, actions) -> list[str | None]:
-    """For each prompt, the likeliest of its actions after the thought of its response."""
+def likeliest(policy, prompts, texts, actions, temperature=None) -> list[str | None]:
+    """For each prompt, the likeliest of its actions after the thought of its response, or one at a temperature."""
     responses = [responses_of(policy, *pair) for pair in zip(texts, actions, strict=True)]
     repeated = [prompt for prompt, some in zip(prompts, responses, strict=True) for _ in some]
     if not repeated:
         return [None] * len(prompts)
     logprobs, _, _ = policy(repeated, list(itertools.chain(*responses)))
     sums = logprobs.sum(1).split([len(some) for some in responses])
-    return [some[x.argmax()] if len(x) else None for some, x in zip(actions, sums, strict=True)]
+    chosen = []
+    for some, x in zip(actions, sums, strict=True):
+        if len(x) == 0:
+            chosen.append(None)
+        elif temperature is None:
+            chosen.append(some[x.argmax()])
+        else:
+            chosen.append(some[torch.multinomial((x / temperature).softmax(0), 1)])
+    return chosen
 
 
 @torch.no_grad()
-def act(policy, players):
+def act(policy, players, temperature=None):
     """A step like vldac.act."""
     prompts = [policy.encode(*player.prompt()) for player in players]
     texts = policy.decode(policy.sample(prompts))
-    actions = likeliest(policy, prompts, texts, [player.info["actions"] for player in players])
+    admissible = [player.info["actions"] for player in players]
+    actions = likeliest(policy, prompts, texts, admissible, temperature)
     steps = []
     for player, prompt, text, action in zip(players, prompts, texts, actions, strict=True):
         steps.append(vldac.Step(prompt, policy.no_tokens, text, action, *player.step(action)))
     return steps
 
 
-def main(folder):
+def main(folder, temperature=None):
     args = vldac.load_args(folder)
     args.split = "eval"
+    play = functools.partial(act, temperature=temperature and float(temperature))
     players = [vldac.Player(args) for _ in range(args.num_envs)]
-    played = vldac.evaluate(vldac.VLMPolicy(args), players, range(200), act)
+    played = vldac.evaluate(vldac.VLMPolicy(args), players, range(200), play)
     print(json.dumps(vldac.summary(played)))
 
 

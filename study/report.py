@@ -1,8 +1,11 @@
 """The study's tables, tests and figures: of study/runs.csv, or of runs of your own.
 
     python study/report.py table runs/A runs/B         the figures of runs, a row each
-    python study/report.py methods runs/*              those of methods, each tested against the first
+    python study/report.py methods runs/*              those of methods: means over their runs
+    python study/report.py ranks runs/*                each method against the first, success over the run
     python study/report.py pairs runs/*                the same, of pairs with the same seed
+    python study/report.py ends runs/*                 and of such pairs' success after training
+    python study/report.py thoughts FILE               of thoughts.csv: true ones, before and after
     python study/report.py plot runs/A runs/B r.json   learning curves, results as dashed lines
     python study/report.py rows runs/A runs/B          their logs as rows of runs.csv, without its header
 
@@ -223,7 +226,6 @@ def methods(paths) -> str:
     over the run       success averaged over the run
     parsed, kl_base    at the end
     explained          variance of the returns, by the values; the median over the updates
-    p                  exact rank-sum test of these averages against those of the world's first method
     A column that would be empty is left out, and so are the folders of runs that are not finished.
     """
     unfinished = []
@@ -232,14 +234,8 @@ def methods(paths) -> str:
         paths = [folder for folder in paths if folder not in unfinished]
     if not paths:
         raise UserError("no run is finished yet")
-    rows, first = [], {}
+    rows = []
     for (world, method), runs in curves.group(load_runs(paths)).items():
-        averages = [run.mean() for run in runs]
-        p = None
-        if None not in averages:  # as those of taught models are, which have no updates
-            if world in first:
-                p = f"{rank_sum(averages, first[world]):.2g}"
-            first.setdefault(world, averages)
         episodes = mean_of([run.episodes for run in runs])
         row = {
             "world": world,
@@ -250,12 +246,11 @@ def methods(paths) -> str:
             "before": mean_of([run.before for run in runs]),
             "greedy": mean_of([run.greedy for run in runs]),
             "likeliest": mean_of([run.likeliest for run in runs]),
-            "over the run": spread(averages),
+            "over the run": spread([run.mean() for run in runs]),
             "after": spread([run.after for run in runs]),
             "parsed": mean_of([run.parsed for run in runs]),
             "kl_base": mean_of([run.kl_base for run in runs]),
             "explained": mean_of([run.explained for run in runs]),
-            "p": p,
         }
         rows.append(row)
     columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
@@ -264,45 +259,116 @@ def methods(paths) -> str:
     return markdown(lines) + left_out
 
 
-def beginning(rows) -> list:
-    """What is known of a run's start and first three rollouts: in the warm-up LoRA does not learn."""
-    rollouts = [[row["episodes"], row["invalid"], row["success"]] for row in rows[1:4]]
-    return [rows[0]["eval_success"], *rollouts]
-
-
-def pairs(paths) -> str:
-    """A row for every method but the world's first, whose runs are paired with it by their seeds.
-
-    over the run  the mean difference in success averaged over the run, and from what to what
-    ahead         in how many pairs it is above 0
-    p             exact sign-flip test of that mean
-    UserError if a pair begins differently or is not equally long.
-    """
-    worlds = {}  # world: method: seed: rows
+def by_method(paths) -> dict[str, dict[str, dict[int, list[dict]]]]:
+    """The rows of runs: world, method, seed."""
+    worlds = {}
     for rows in load_rows(paths):
         world, method, seed = rows[0]["world"], rows[0]["method"], int(rows[0]["seed"])
         runs = worlds.setdefault(world, {}).setdefault(method, {})
         if seed in runs:
             raise UserError(f"there are two runs of {world}, {method}, seed {seed}")
         runs[seed] = rows
-    lines = [["world", "method", "against", "pairs", "over the run", "ahead", "p"]]
-    for world, methods_of_world in worlds.items():
+    return worlds
+
+
+def ranks(paths) -> str:
+    """A row for every method but the world's first.
+
+    over the run  its mean success averaged over the run, less that of the first
+    p             exact rank-sum test of the two methods' averages
+    """
+    lines = [["world", "method", "against", "runs", "over the run", "p"]]
+    for world, methods_of_world in by_method(paths).items():
+        averages = {}
+        for method, runs in methods_of_world.items():
+            averages[method] = [run_of(rows).mean() for rows in runs.values()]
+        (first, first_averages), *others = averages.items()
+        for method, values in others:
+            difference = np.mean(values).item() - np.mean(first_averages).item()
+            p = f"{rank_sum(values, first_averages):.2g}"
+            lines.append([world, method, first, f"{len(values)}, {len(first_averages)}", difference, p])
+    return markdown(lines)
+
+
+def holm(ps) -> list[float]:
+    """p of several tests, each corrected for all of them (Holm 1979).
+
+    >>> holm([0.01, 0.5, 0.02])  # times three, times one, times two; none below that of a smaller p
+    [0.03, 0.5, 0.04]
+    """
+    order = np.argsort(ps)
+    corrected = np.array(ps, dtype=float)
+    corrected[order] *= np.arange(len(ps), 0, -1)
+    corrected[order] = np.minimum(1, np.maximum.accumulate(corrected[order]))
+    return corrected.tolist()
+
+
+def paired(paths, title, difference) -> str:
+    """A row for every method but the world's first, whose runs are paired with it by their seeds.
+
+    title, difference  of the column that has the mean difference: a function of the rows of a pair, the first
+                       method's and the other's
+    ahead              in how many pairs it is above 0
+    p, Holm            exact sign-flip test of that mean, and corrected for all of this world's
+    """
+    lines = [["world", "method", "against", "pairs", title, "ahead", "p", "Holm"]]
+    for world, methods_of_world in by_method(paths).items():
         (first, first_runs), *others = methods_of_world.items()
+        rows, ps = [], []
         for method, runs in others:
-            differences = []
-            for seed in sorted(runs.keys() & first_runs.keys()):
-                pair = [first_runs[seed], runs[seed]]
-                if beginning(pair[0]) != beginning(pair[1]):
-                    raise UserError(f"{world}, {method}, seed {seed}: its first three rollouts are others")
-                if pair[0][-1]["step"] != pair[1][-1]["step"]:
-                    raise UserError(f"{world}, {method}, seed {seed}: it is not as long as {first}")
-                one, other = [run_of(rows).mean() for rows in pair]
-                differences.append(other - one)
-            if not differences:
+            seeds = sorted(runs.keys() & first_runs.keys())
+            if not seeds:
                 raise UserError(f"{world}: {method} and {first} share no seed")
-            ahead = sum(difference > 0 for difference in differences)
-            p = f"{sign_flip(differences):.2g}"
-            lines.append([world, method, first, len(differences), spread(differences), ahead, p])
+            differences = [difference(first_runs[seed], runs[seed]) for seed in seeds]
+            ahead = sum(x > 0 for x in differences)
+            rows.append([world, method, first, len(seeds), spread(differences), ahead])
+            ps.append(sign_flip(differences))
+        for row, p, corrected in zip(rows, ps, holm(ps), strict=True):
+            lines.append([*row, f"{p:.2g}", f"{corrected:.2g}"])
+    return markdown(lines)
+
+
+def beginning(rows) -> list:
+    """What is known of a run's start and first three rollouts: in the warm-up LoRA does not learn."""
+    rollouts = [[row["episodes"], row["invalid"], row["success"]] for row in rows[1:4]]
+    return [rows[0]["eval_success"], *rollouts]
+
+
+def difference_over_the_run(first, other) -> float:
+    """Of success averaged over two runs; UserError if they begin differently or are not equally long."""
+    name = "{world}, {method}, seed {seed:.0f}".format(**other[0])
+    if beginning(first) != beginning(other):
+        raise UserError(f"{name}: its first three rollouts are others")
+    if first[-1]["step"] != other[-1]["step"]:
+        raise UserError(f"{name}: it is not as long as {first[0]['method']}")
+    return run_of(other).mean() - run_of(first).mean()
+
+
+def difference_after(first, other) -> float:
+    """Of success on the fixed seeds in the last evaluation."""
+    ends = []
+    for run in (run_of(first), run_of(other)):
+        ends.append(run.before if run.after is None else run.after)  # what was not trained has one evaluation
+    return ends[1] - ends[0]
+
+
+def thoughts(path) -> str:
+    """A row for every method and room: the share of true thoughts, and of the first method a test of its change.
+
+    p  exact sign-flip test of after less before, in pairs of a seed
+    """
+    groups = {}
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            shares = float(row["before"]), float(row["after"])
+            groups.setdefault((row["method"], row["room"]), []).append(shares)
+    first, _ = next(iter(groups))
+    lines = [["method", "room", "runs", "before", "after", "change", "p"]]
+    for (method, room), shares in groups.items():
+        before, after = np.array(shares).T
+        p = f"{sign_flip(after - before):.2g}" if method == first else None
+        ends = [before.mean().item(), after.mean().item()]
+        lines.append([method, room, len(shares), *ends, spread(after - before), p])
     return markdown(lines)
 
 
@@ -337,8 +403,14 @@ def main(argv=None):
                 print(table(paths))
             case ["methods", *paths] if paths:
                 print(methods(paths))
+            case ["ranks", *paths] if paths:
+                print(ranks(paths))
             case ["pairs", *paths] if paths:
-                print(pairs(paths))
+                print(paired(paths, "over the run", difference_over_the_run))
+            case ["ends", *paths] if paths:
+                print(paired(paths, "after", difference_after))
+            case ["thoughts", path]:
+                print(thoughts(path))
             case ["plot", *paths, "--out", out] if paths:
                 plot(paths, out)
             case ["plot", *paths] if paths:

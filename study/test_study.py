@@ -56,7 +56,6 @@ def test_tables_of_runs_and_of_methods(tmp_path, capsys):
     """By hand: until the first rate it is the evaluation before training that counts.
 
     So the mean of tiny, seed 0, is ((.1 + .1) / 2 + (.1 + .2) / 2 + (.2 + .6) / 2 + (.6 + 1) / 2) / 4.
-    One run is below two others in one of three ways, or above them: p is 2 / 3.
     """
     runs = write_runs(tmp_path)
     tables = {
@@ -67,9 +66,9 @@ def test_tables_of_runs_and_of_methods(tmp_path, capsys):
         ],
         "methods": [
             "| NumberLine | tiny | 2 | 4 | 10 | 0.150 | 0.406 (0.362 to 0.450) "
-            "| 0.900 (0.900 to 0.900) | 0.875 | 0.250 | - |",
+            "| 0.900 (0.900 to 0.900) | 0.875 | 0.250 |",
             "| NumberLine | LOOP | 1 | 4 | 10 | 0.100 | 0.100 (0.100 to 0.100) "
-            "| 0.900 (0.900 to 0.900) | 0.875 | 0.250 | 0.67 |",
+            "| 0.900 (0.900 to 0.900) | 0.875 | 0.250 |",
         ],
     }
 
@@ -79,6 +78,8 @@ def test_tables_of_runs_and_of_methods(tmp_path, capsys):
 
     for command, lines in tables.items():
         assert printed(command, *runs[:3])[2:] == lines
+    # One run is below two others in one of three ways, or above them: p is 2 / 3.
+    assert printed("ranks", *runs[:3])[2:] == ["| NumberLine | LOOP | tiny | 1, 2 | -0.306 | 0.67 |"]
     *_, last, left_out = printed("methods", *runs)
     assert last.startswith("| OneRoom | LOOP | 1 | 4 |")
     assert left_out == f"not finished, so left out: {runs[-1]}"
@@ -101,18 +102,31 @@ def test_tables_of_runs_and_of_methods(tmp_path, capsys):
 
 
 def test_pairs_of_runs(tmp_path, capsys):
-    """By hand: until the fourth update all have 0.2. Over the run that is 0.225 or, of the others, more."""
+    """By hand: until the fourth update all have 0.2. Over the run that is 0.225 or, of the others, more.
+
+    The first p is doubled by Holm's correction, and the second is no smaller.
+    """
     lines = [",".join(report.COLUMNS)]
-    for method, seed, last in [("A", 0, 0.4), ("A", 1, 0.4), ("B", 0, 0.8), ("B", 1, 0.6), ("B", 2, 1.0)]:
-        lines.append(f"Room,{method},{seed},,0,,,,0.2,,,,")
+    ends = [("A", 0, 0.4), ("A", 1, 0.4), ("B", 0, 0.8), ("B", 1, 0.6), ("B", 2, 1.0), ("C", 0, 0.4)]
+    for method, seed, last in ends:
+        lines.append(f"Room,{method},{seed},,0,,,,0.2,0,,,")
         for update in (1, 2, 3):
             lines.append(f"Room,{method},{seed},{update},{update},,0.5,,,,,,")
-        lines.append(f"Room,{method},{seed},4,4,{last},0.5,,,,,,")
+        lines.append(f"Room,{method},{seed},4,4,{last},0.5,,{last - 0.4},0,,,")
     path = tmp_path / "runs.csv"
     path.write_text("\n".join(lines))
-    report.main(["pairs", str(path), "Room/A", "Room/B"])
-    *_, row = capsys.readouterr().out.splitlines()
-    assert row == "| Room | B | A | 2 | 0.037 (0.025 to 0.050) | 2 | 0.5 |"
+    report.main(["pairs", str(path), "Room/A", "Room/B", "Room/C"])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| Room | B | A | 2 | 0.037 (0.025 to 0.050) | 2 | 0.5 | 1 |",
+        "| Room | C | A | 1 | 0.000 (0.000 to 0.000) | 0 | 1 | 1 |",
+    ]
+    report.main(["ends", str(path), "Room/A", "Room/B"])  # A's end is 0
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| Room | B | A | 2 | 0.300 (0.200 to 0.400) | 2 | 0.5 | 0.5 |",
+    ]
+    path.write_text("\n".join([lines[0], "Room,A,0,,0,,,,0.2,0,,,", "Room,B,0,,0,,,,0.5,0,,,"]))
+    report.main(["ends", str(path), "Room/A", "Room/B"])  # not trained, so with one evaluation
+    assert "| 0.300 (0.300 to 0.300) | 1 | 1 | 1 |" in capsys.readouterr().out
 
     others = "Room, B, seed 1: its first three rollouts are others"
     for right, wrong, message in [
@@ -123,6 +137,18 @@ def test_pairs_of_runs(tmp_path, capsys):
     ]:
         path.write_text("\n".join(lines).replace(right, wrong))
         assert message in refused(["pairs", path, "Room/A", "Room/B"], capsys, report.main)
+
+
+def test_shares_of_true_thoughts(tmp_path, capsys):
+    path = tmp_path / "thoughts.csv"
+    rows = ["Room,A,0,Room,0.9,0.8", "Room,A,1,Room,0.7,0.7", "Room,A,0,Hall,0.5,0.5", "Room,B,0,Room,0.9,1"]
+    path.write_text("\n".join(["world,method,seed,room,before,after", *rows]))
+    report.main(["thoughts", str(path)])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| A | Room | 2 | 0.800 | 0.750 | -0.050 (-0.100 to 0.000) | 1 |",
+        "| A | Hall | 1 | 0.500 | 0.500 | 0.000 (0.000 to 0.000) | 1 |",
+        "| B | Room | 1 | 0.900 | 1.000 | 0.100 (0.100 to 0.100) | - |",
+    ]
 
 
 @pytest.mark.parametrize("n", [1, 4, 7])
@@ -154,6 +180,11 @@ def test_the_likeliest_action_is_scored_after_the_sampled_thought(tmp_path):
     chosen = likeliest(policy_of, ["dark", "none", "light"], [dark, "move", light], actions)
     assert chosen == ["move", None, "turn left"]
     assert likeliest(policy_of, ["none"], ["move"], [list(chances)]) == [None]
+    torch.manual_seed(0)
+    drawn = likeliest(policy_of, ["dark"] * 4000, [dark] * 4000, actions[:1] * 4000, temperature=0.5)
+    total = sum(chance**2 for chance in chances.values())
+    for action, chance in chances.items():
+        assert drawn.count(action) / 4000 == pytest.approx(chance**2 / total, abs=0.03)
 
 
 @needs_opengl
