@@ -2,8 +2,8 @@
 
     python extras/plot.py runs/A runs/B random.json    --out FILE (curves.png) comes last
 
-A panel per world. The mean of a method's seeds is a thick line; the seeds are thin lines, or, where a panel has
-more than two methods, a band from the worst to the best. It needs matplotlib.
+A panel per world. The mean of a method's seeds is a thick line. The seeds are thin lines, or, where a panel
+has more than two methods, a band from the worst to the best. It needs matplotlib.
 """
 
 import json

@@ -1,7 +1,7 @@
 """What a model would do if it always took its likeliest action.
 
     python study/likeliest.py runs/NAME        200 episodes of the model that a run started from
-    python study/likeliest.py runs/NAME 0.5    an action by its chance to the power of 1 / 0.5, not the likeliest
+    python study/likeliest.py runs/NAME 0.5    instead: an action sampled at temperature 0.5
 
 Greedy decoding does not show that: it takes the likeliest token, and several actions may begin with one
 token, so that together they beat an action that is likelier than each of them. Here a thought is sampled, and
@@ -34,7 +34,7 @@ def responses_of(policy, text, actions) -> list[torch.Tensor]:
 
 
 def likeliest(policy, prompts, texts, actions, temperature=None) -> list[str | None]:
-    """For each prompt, the likeliest of its actions after the thought of its response, or one at a temperature."""
+    """For each prompt, the likeliest of its actions after its response's thought, or one at a temperature."""
     responses = [responses_of(policy, *pair) for pair in zip(texts, actions, strict=True)]
     repeated = [prompt for prompt, some in zip(prompts, responses, strict=True) for _ in some]
     if not repeated:

@@ -353,7 +353,7 @@ def difference_after(first, other) -> float:
 
 
 def thoughts(path) -> str:
-    """A row for every method and room: the share of true thoughts, and of the first method a test of its change.
+    """The share of true thoughts of each method in each room, and a test of its change for the first method.
 
     p  exact sign-flip test of after less before, in pairs of a seed
     """
