@@ -231,11 +231,11 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   for seeds in "40 41" "42 43" "44 45" "46 47" "48 49"; do
     each OneRoomS6FastNoHints VL-DAC-again "$seeds" $vldac $fast
     each OneRoomS6FastNoHints RL4VLM-0.5 "$seeds" $rl4vlm $fast --thought_coef 0.5
-    each OneRoomS6FastNoHints VL-DAC-bare "$seeds" $vldac $fast --kl_coef 0 --value_warmup 0 --stop_grad false
     each OneRoomS6FastNoHints RL4VLM-1 "$seeds" $rl4vlm $fast --thought_coef 1
     each OneRoomS6FastNoHints response-ratio "$seeds" $response $fast
     for kind in none token-per-step; do each OneRoomS6FastNoHints critic-$kind "$seeds" $critic $fast --critic $kind; done
   done
+  each OneRoomS6FastNoHints VL-DAC-bare "$all" $vldac $fast --kl_coef 0 --value_warmup 0 --stop_grad false
   # Presets are of the model "tiny" only, so with the folder of a toy its options are typed.
   local typed="--num_images 1 --max_image_tokens 16 --max_new_tokens 40 --micro_batch_size 64 --value_hidden 256 256"
   typed+=" --learning_rate 1e-3 --final_learning_rate 2e-5"
