@@ -2678,7 +2678,6 @@ def test_the_readme_s_loss_can_be_copied():
     """With torch alone, and called as there: two episodes of one step, rewards 1 and 0."""
     [names] = re.findall(r"^(.*) need only torch", README, re.M)
     [lines] = re.findall(r"```python\n(# Of a rollout.*?)```", README, re.S)
-    before, after = lines.split("# Flatten")
     there = {"torch": torch}
     for name in re.findall(r"`(\w+)`", names):
         exec(inspect.getsource(getattr(vldac, name)), there)
@@ -2686,14 +2685,11 @@ def test_the_readme_s_loss_can_be_copied():
     there |= {"rewards": torch.tensor([[1.0, 0.0]]), "dones": torch.ones(1, 2)}
     there |= {"values": torch.full((1, 2), 0.5), "last_values": torch.zeros(2), "newvalues": torch.ones(2)}
     there |= {"logprobs": torch.zeros(2, 2), "baselogprobs": torch.zeros(2, 2), "mask": torch.ones(2, 2)}
-    there |= {"newlogprobs": torch.full((2, 2), math.log(1.5)), "B": 2, "steps_of_minibatch": 4, "i": [0, 1]}
-    exec(before, there)
-    there["advantages"] = there["advantages"].flatten()
-    there["returns"] = there["returns"].flatten()
+    there |= {"newlogprobs": torch.full((2, 2), math.log(1.5)), "B": 2, "rows_of_minibatch": 4, "i": [0, 1]}
+    exec(lines, there)
     half = 2**-0.5  # 0.5 and -0.5 over their standard deviation
     assert there["advantages"].tolist() == pytest.approx([half, -half])
 
-    exec(f"#{after}", there)
     surrogate = half * (1.1 - 1.5) / 2  # the first ratio is clipped, the second is not
     kl = 1 / 1.5 + math.log(1.5) - 1
     error = (0 + 1) / 2  # of the values, squared
