@@ -86,6 +86,10 @@
 # * Critic or bootstrap? OneRoomS6FastNoHints with 4 players and 128 steps, where most episodes (50 steps at most) end
 #   inside a rollout, seeds 40 to 49: VL-DAC-4x128 and critic-none-4x128, one test (0.05). Time-outs, whose reward is not
 #   learned from, stay.
+# Written on 2026-11-28, when 36 of the 70 runs of "Methods where reward must teach" were made: seven of them (VL-DAC-again,
+# VL-DAC-bare and RL4VLM-0.5, seeds 40 and 41; RL4VLM-1, seed 40) had been made on a processor of another kind, which rounds
+# otherwise, so that they had other toys, and `pairs` refused them. They were made anew where the other runs were made. On
+# that first processor VL-DAC-again's seeds 40 and 41 had been VL-DAC's to the digit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cores=$(env -u OMP_NUM_THREADS nproc) # nproc would obey that variable
