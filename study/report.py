@@ -384,7 +384,7 @@ COLORS = {
     "VL-DAC-again": "C0",
     "critic-token": "C1",
     "critic-token-per-step": "C2",
-    "critic-none": "C3",
+    "critic-none": "C9",
     "one-step-TD": "C4",
 }
 
