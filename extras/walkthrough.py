@@ -100,7 +100,8 @@ def show_ratios(policy, step, args):
         unclipped = vldac.policy_loss(*pair, advantage, one, clip_coef=1e9).item()
         ratio = (pair[0] - pair[1]).exp().item()
         word = repr(policy.tokenizer.decode(token))
-        rows.append([word, ratio, loss, unclipped, "clipped: no policy gradient" if loss != unclipped else ""])
+        note = "clipped: no policy gradient" if loss != unclipped else ""
+        rows.append([word, ratio, loss, unclipped, note])
     title = f"5. update: the response after one optimizer step; A is {step.advantage:.3f} for all its tokens"
     show(title, ["token", "ratio", "loss", "without clip", ""], rows)
 
