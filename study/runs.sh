@@ -239,7 +239,6 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
     each OneRoomS6FastNoHints response-ratio "$seeds" $response $fast
     for kind in none token-per-step; do each OneRoomS6FastNoHints critic-$kind "$seeds" $critic $fast --critic $kind; done
   done
-  each OneRoomS6FastNoHints VL-DAC-bare "$all" $vldac $fast --kl_coef 0 --value_warmup 0 --stop_grad false
   # Presets are of the model "tiny" only, so with the folder of a toy its options are typed.
   local typed="--num_images 1 --max_image_tokens 16 --max_new_tokens 40 --micro_batch_size 64 --value_hidden 256 256"
   typed+=" --learning_rate 1e-3 --final_learning_rate 2e-5"
@@ -248,6 +247,7 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
     each OneRoomS6FastNoHints transfer-reward $seed $vldac $mixed --env ${room}FastNoHints-v0
     each OneRoomS6FastNoHintsNoise transfer-coin $seed $vldac $mixed --env ${room}FastNoHintsNoise-v0
   done
+  each OneRoomS6FastNoHints VL-DAC-bare "$all" $vldac $fast --kl_coef 0 --value_warmup 0 --stop_grad false
   local low="--learning_rate 3.333e-4 --final_learning_rate 6.667e-6" high="--learning_rate 3e-3 --final_learning_rate 6e-5"
   for seed in $few; do
     each OneRoomS6FastNoHints VL-DAC-low $seed $vldac $fast $low
