@@ -118,7 +118,7 @@ def plot(curves, results, out, colors=None):
         axes[world].xaxis.set_major_formatter("{x:,.0f}")
         axes[world].grid(alpha=0.3)
     colors = {"random actions": "0.5", "scripted player": "0"} | (colors or {})
-    lines = {}
+    lines, marks = {}, ["thick: the mean"]
     for (world, method), runs in groups.items():
         color = colors.setdefault(method, f"C{len(colors) - 2}")
         steps = np.unique(np.concatenate([run.steps for run in runs]))
@@ -127,7 +127,9 @@ def plot(curves, results, out, colors=None):
         (lines[method],) = axes[world].plot(steps, rates.mean(0), color=color, label=method)
         if sum(other == world for other, _ in groups) > 2:
             axes[world].fill_between(steps, rates.min(0), rates.max(0), color=color, alpha=0.12, linewidth=0)
+            marks.append("band: worst to best")
         else:
+            marks.append("thin: a seed")
             for run in runs:
                 axes[world].plot(run.steps, run.rates, color=color, alpha=0.4, linewidth=0.8)
     for result in results:
@@ -138,7 +140,7 @@ def plot(curves, results, out, colors=None):
         axis = axes[world_name(result["task"]["env"])]
         lines[name] = axis.axhline(rate, linestyle="--", color=color, label=name)
     several = any(len(runs) > 1 for runs in groups.values())
-    title = "thick: the mean; thin: a seed; band: worst to best" if several else None
+    title = "; ".join(dict.fromkeys(marks)) if several else None
     small = {"fontsize": 8, "title_fontsize": 8, "frameon": False}
     figure.legend(handles=lines.values(), loc="outside lower center", ncols=2, title=title, **small)
     figure.savefig(out, dpi=200)

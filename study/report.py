@@ -390,10 +390,14 @@ COLORS = {
 
 
 def plot(paths, out):
-    """The runs' learning curves, and results."""
+    """The runs' learning curves, and results; if all runs are of one world, a panel for each method."""
     results = [load_result(path) for path in paths if path.endswith(".json")]
-    runs = [path for path in paths if not path.endswith(".json")]
-    curves.plot(load_runs(runs) if runs else [], results, out, COLORS)
+    paths = [path for path in paths if not path.endswith(".json")]
+    runs = load_runs(paths) if paths else []
+    if len({run.world for run in runs}) == 1 and not results:
+        for run in runs:
+            run.world = run.method
+    curves.plot(runs, results, out, COLORS)
 
 
 def main(argv=None):
