@@ -87,10 +87,11 @@ def rows_of_run(folder) -> list[dict]:
 def run_of(rows) -> Run:
     """A run, from its rows; UserError if there is no rate yet."""
     first, *later = rows
-    steps, before = [int(row["step"]) for row in rows], first["eval_success"]
+    steps = [int(row["step"]) for row in rows]
     rates = [row["success"] for row in later]
-    curve = curves.make_curve(first["world"], first["method"], steps, before, rates)
-    evaluations = [row for row in later if row["eval_success"] is not None]
+    curve = curves.make_curve(first["world"], first["method"], steps, first["eval_success"], rates)
+    # One that was trained elsewhere has one row, of its end.
+    evaluations = [row for row in rows if row["step"] > 0 and row["eval_success"] is not None]
     last = evaluations[-1] if evaluations else rows[-1]
     divergences = [row["kl_base"] for row in later if row["kl_base"] is not None]
     explained = [row["explained_variance"] for row in later if row["explained_variance"] is not None]
@@ -99,7 +100,7 @@ def run_of(rows) -> Run:
         **vars(curve),
         seed=int(first["seed"]),
         episodes=None if first["episodes"] is None else int(sum(row["episodes"] for row in rows)),
-        before=before,
+        before=first["eval_success"] if steps[0] == 0 else None,
         greedy=first.get("eval_greedy"),
         likeliest=first.get("eval_likeliest"),
         after=evaluations[-1]["eval_success"] if evaluations else None,
@@ -346,10 +347,7 @@ def difference_over_the_run(first, other) -> float:
 
 def difference_after(first, other) -> float:
     """Of success on the fixed seeds in the last evaluation."""
-    ends = []
-    for run in (run_of(first), run_of(other)):
-        ends.append(run.before if run.after is None else run.after)  # what was not trained has one evaluation
-    return ends[1] - ends[0]
+    return run_of(other).after - run_of(first).after
 
 
 def thoughts(path) -> str:

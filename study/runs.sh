@@ -111,15 +111,15 @@ toy() { # ENV SEED: prints the folder of its toy, which is taught if there is no
 }
 export -f toy
 
-row() { # WORLD METHOD SEED SAMPLED [GREEDY LIKELIEST]: a row of runs.csv from the files of evaluations, if there
+row() { # WORLD METHOD SEED STEP SAMPLED [GREEDY LIKELIEST]: a row of runs.csv from the files of evaluations, if there
   python - "$@" << 'END'
 import json, pathlib, sys
-world, method, seed, *files = sys.argv[1:]
+world, method, seed, step, *files = sys.argv[1:]
 results = [json.loads(pathlib.Path(file).read_text()) if pathlib.Path(file).exists() else {} for file in files]
 sampled, greedy, likeliest = ([result.get("summary", result) for result in results] + [{}, {}])[:3]
 rates = [sampled["success_rate"], round(sampled["invalid_action_rate"], 5), ""]
 rates += [greedy.get("success_rate", ""), likeliest.get("success_rate", "")]
-print(world, method, seed, "", 0, "", "", "", *rates, sep=",")
+print(world, method, seed, "", step, "", "", "", *rates, sep=",")
 END
 }
 export -f row
@@ -149,22 +149,22 @@ run() { # WORLD METHOD SEED PROGRAM OPTIONS...: into runs/final/WORLD-METHOD-SEE
       python eval.py start "$folder" --episodes 200 --mode $mode --out "$folder/$mode.json" >> "$folder.txt" 2>&1
     done
     python study/likeliest.py "$folder" > "$folder/likeliest.json" 2>> "$folder.txt"
-    row "$world" "$method" "$seed" "$folder"/{sampled,greedy,likeliest}.json > "$folder.csv"
+    row "$world" "$method" "$seed" 0 "$folder"/{sampled,greedy,likeliest}.json > "$folder.csv"
   elif [[ $method == taught-* ]]; then # at another temperature: of tokens, and of actions
     local temperature=${method#taught-}
     python eval.py start "$folder" --temperature "$temperature" --episodes 200 --out "$folder/sampled.json" >> "$folder.txt" 2>&1
     python study/likeliest.py "$folder" "$temperature" > "$folder/likeliest.json" 2>> "$folder.txt"
-    row "$world" "$method" "$seed" "$folder"/{sampled,greedy,likeliest}.json > "$folder.csv"
+    row "$world" "$method" "$seed" 0 "$folder"/{sampled,greedy,likeliest}.json > "$folder.csv"
   else
     python study/report.py rows "$folder" > "$folder.csv"
   fi
   if [[ $method == transfer-* ]]; then # and how it fares where it never trained
     for room in Hallway FourRooms; do
       python eval.py run "$folder" --env $room --episodes 200 --out "$folder/$room.json" >> "$folder.txt" 2>&1
-      row $room "$method" "$seed" "$folder/$room.json" >> "$folder.csv"
+      row $room "$method" "$seed" 10240 "$folder/$room.json" >> "$folder.csv"
       if [[ $method == transfer-coin ]]; then continue; fi # it has the same start
       python eval.py start "$folder" --env $room --episodes 200 --out "$folder/$room-0.json" >> "$folder.txt" 2>&1
-      row $room transfer-before "$seed" "$folder/$room-0.json" >> "$folder.csv"
+      row $room transfer-before "$seed" 0 "$folder/$room-0.json" >> "$folder.csv"
     done
   fi
   : > "$folder.thoughts"

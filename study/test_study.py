@@ -124,9 +124,12 @@ def test_pairs_of_runs(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[2:] == [
         "| Room | B | A | 2 | 0.300 (0.200 to 0.400) | 2 | 0.5 | 0.5 |",
     ]
-    path.write_text("\n".join([lines[0], "Room,A,0,,0,,,,0.2,0,,,", "Room,B,0,,0,,,,0.5,0,,,"]))
-    report.main(["ends", str(path), "Room/A", "Room/B"])  # not trained, so with one evaluation
+    # Trained elsewhere, so that there is a row of the end only.
+    path.write_text("\n".join([lines[0], "Room,A,0,,9,,,,0.2,0,,,", "Room,B,0,,9,,,,0.5,0,,,"]))
+    report.main(["ends", str(path), "Room/A", "Room/B"])
     assert "| 0.300 (0.300 to 0.300) | 1 | 1 | 1 |" in capsys.readouterr().out
+    report.main(["methods", str(path), "Room/A"])
+    assert "| Room | A | 1 | 0 | 0.200 (0.200 to 0.200) | 1.000 |" in capsys.readouterr().out
 
     others = "Room, B, seed 1: its first three rollouts are others"
     for right, wrong, message in [
