@@ -67,9 +67,9 @@
 #   thoughts before and after (thoughts.py, into thoughts.csv), in the room it trained in and in Hallway. Sign-flip test
 #   of after minus before for VL-DAC-again in both rooms: of two tests, a p below 0.025 counts.
 # * The step value where thoughts are long, as a test: LongOneRoom, seeds 45 to 54, which nobody has looked at,
-#   VL-DAC-again and critic-token-per-step, ten pairs, one planned test (0.05).
-# * How sure is the README's own command? OneRoom, seeds 60 to 79, VL-DAC-again: how many of the thirty with 40 to 49 end
-#   below 0.95, and below 0.9. If more than three of the twenty end below 0.9, the cause is looked for on tuning seeds.
+#   VL-DAC and critic-token-per-step (VL-DAC-test, critic-token-per-step-test), ten pairs, one planned test (0.05).
+# * How sure is the README's own command? OneRoom, seeds 60 to 79, VL-DAC (VL-DAC-more): how many of the thirty with 40 to
+#   49 end below 0.95, and below 0.9. If more than three of the twenty end below 0.9, the cause is looked for on tuning seeds.
 # Written later that day, before the first run of each of what follows; of the runs above only the ends of seven, of seeds
 # 40 and 41 in OneRoomS6FastNoHints, had been looked at:
 # * Does a skill move to another room? One toy a seed is taught captions and random actions in three rooms
@@ -257,15 +257,16 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
       each OneRoomS6FastNoHints RL4VLM-$lambda-high $seed $rl4vlm $fast --thought_coef $lambda $high
     done
   done
-  for temperature in 1 0.7 0.5 0.25; do
-    each OneRoom taught-$temperature "$all" $vldac --env OneRoom $one_update
-    each OneRoomS6FastNoHints taught-$temperature "$all" $vldac --env ${room}FastNoHints-v0 $one_update
+  each OneRoom VL-DAC-more "$(echo {60..79})" $vldac --env OneRoom
+  for world in OneRoomS6FastNoHints OneRoom; do
+    local taught="--env $world"
+    if [[ $world == *NoHints ]]; then taught="--env study.worlds:$world-v0"; fi
+    for temperature in 1 0.7 0.5 0.25; do each $world taught-$temperature "$all" $vldac $taught $one_update; done
   done
   for seeds in "45 46" "47 48" "49 50" "51 52" "53 54"; do
-    each LongOneRoom VL-DAC-again "$seeds" $vldac $long
-    each LongOneRoom critic-token-per-step "$seeds" $critic $long --critic token-per-step
+    each LongOneRoom VL-DAC-test "$seeds" $vldac $long
+    each LongOneRoom critic-token-per-step-test "$seeds" $critic $long --critic token-per-step
   done
-  each OneRoom VL-DAC-again "$(echo {60..79})" $vldac --env OneRoom
   local four="--env ${room}FastNoHints-v0 --model toy:${room}FastNoHints-v0 $typed --total_timesteps 10240"
   four+=" --num_envs 4 --num_steps 128"
   for seed in $all; do
