@@ -9,12 +9,13 @@
     python study/report.py plot runs/A runs/B r.json   learning curves, results as dashed lines
     python study/report.py rows runs/A runs/B          their logs as rows of runs.csv, without its header
 
-Each takes the folders of runs, or study/runs.csv followed by what to show of it: OneRoom/VL-DAC OneRoom/LOOP.
-For plot, --out FILE comes last.
+Each takes the folders of runs, or study/runs.csv followed by what to show of it: OneRoom/VL-DAC OneRoom/LOOP,
+or OneRoom/VL-DAC@40-44 for some of the seeds. For plot, --out FILE comes last.
 """
 
 import csv
 import itertools
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,15 +112,17 @@ def run_of(rows) -> Run:
 
 
 def load_table(path, names) -> list[list[dict]]:
-    """The rows of each run that is of one of the names, "world/method", in this order."""
+    """The rows of each run that is of one of the names, "world/method" or "world/method@40-44", in order."""
     runs = {}
     with open(path, newline="") as file:
         for row in csv.DictReader(file):
-            name = f"{row['world']}/{row['method']}"
-            if name in names:
-                values = {column: float(x) if x else None for column, x in list(row.items())[2:]}
-                key = names.index(name), int(row["seed"])
-                runs.setdefault(key, []).append(row | values)
+            for number, name in enumerate(names):
+                name, _, seeds = name.partition("@")
+                first, last = seeds.split("-") if seeds else (0, math.inf)
+                seed = int(row["seed"])
+                if name == f"{row['world']}/{row['method']}" and float(first) <= seed <= float(last):
+                    values = {column: float(x) if x else None for column, x in list(row.items())[2:]}
+                    runs.setdefault((number, seed), []).append(row | values)
     if len({number for number, _ in runs}) < len(names) or not names:
         raise UserError(f"{path}: after it, the worlds and methods that it has, like OneRoom/VL-DAC")
     return [runs[key] for key in sorted(runs)]

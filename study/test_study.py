@@ -97,8 +97,10 @@ def test_tables_of_runs_and_of_methods(tmp_path, capsys):
     assert printed("table", str(csv), "NumberLine/taught")[2:] == [
         "| NumberLine | taught | 0 | 0.250 | - | 0.250 | - | - | 0.500 |"
     ]
-    message = refused(["table", csv, "OneRoom/tiny"], capsys, report.main)
-    assert "worlds and methods that it has" in message
+    assert printed("table", str(csv), "NumberLine/tiny@1-3")[2:] == tables["table"][1:2]
+    for name in ("OneRoom/tiny", "NumberLine/tiny@2-3"):
+        message = refused(["table", csv, name], capsys, report.main)
+        assert "worlds and methods that it has" in message
 
 
 def test_pairs_of_runs(tmp_path, capsys):
