@@ -313,22 +313,21 @@ def paired(paths, title, difference) -> str:
     title, difference  of the column that has the mean difference: a function of the rows of a pair, the first
                        method's and the other's
     ahead              in how many pairs it is above 0
-    p, Holm            exact sign-flip test of that mean, and corrected for all of this world's
+    p, Holm            exact sign-flip test of that mean, and corrected for all of the table
     """
-    lines = [["world", "method", "against", "pairs", title, "ahead", "p", "Holm"]]
+    lines, ps = [["world", "method", "against", "pairs", title, "ahead", "p", "Holm"]], []
     for world, methods_of_world in by_method(paths).items():
         (first, first_runs), *others = methods_of_world.items()
-        rows, ps = [], []
         for method, runs in others:
             seeds = sorted(runs.keys() & first_runs.keys())
             if not seeds:
                 raise UserError(f"{world}: {method} and {first} share no seed")
             differences = [difference(first_runs[seed], runs[seed]) for seed in seeds]
             ahead = sum(x > 0 for x in differences)
-            rows.append([world, method, first, len(seeds), spread(differences), ahead])
+            lines.append([world, method, first, len(seeds), spread(differences), ahead])
             ps.append(sign_flip(differences))
-        for row, p, corrected in zip(rows, ps, holm(ps), strict=True):
-            lines.append([*row, f"{p:.2g}", f"{corrected:.2g}"])
+    for line, p, corrected in zip(lines[1:], ps, holm(ps), strict=True):
+        line += [f"{p:.2g}", f"{corrected:.2g}"]
     return markdown(lines)
 
 
