@@ -1,13 +1,18 @@
-"""What a model would do if it always took its likeliest action.
+"""What a model would do if it always took its likeliest action, or acted on what another player sees or says.
 
-    python study/likeliest.py runs/NAME        200 episodes of the model that a run started from
-    python study/likeliest.py runs/NAME 0.5    instead: an action sampled at temperature 0.5
+    python study/likeliest.py runs/NAME                     200 episodes of the model that a run started from
+    python study/likeliest.py runs/NAME --temperature 0.5   instead: an action sampled at this temperature
+    python study/likeliest.py runs/NAME --temperature 1 --env Hallway --exchanged prompts
+                                                            what the run has learned, in Hallway, where each
+                                                            player acts on the prompt of another
+    ... --exchanged thoughts                                or on its own, but after another's thought
 
-Greedy decoding does not show that: it takes the likeliest token, and several actions may begin with one
+Greedy decoding does not show the first: it takes the likeliest token, and several actions may begin with one
 token, so that together they beat an action that is likelier than each of them. Here a thought is sampled, and
 then every admissible action is scored in the place of the sampled one.
 """
 
+import argparse
 import functools
 import itertools
 import json
@@ -53,10 +58,17 @@ def likeliest(policy, prompts, texts, actions, temperature=None) -> list[str | N
 
 
 @torch.no_grad()
-def act(policy, players, temperature=None):
-    """A step like vldac.act."""
+def act(policy, players, temperature=None, exchanged=None):
+    """A step like vldac.act.
+
+    exchanged  "prompts" or "thoughts", which each player has from the next one; None: from itself
+    """
     prompts = [policy.encode(*player.prompt()) for player in players]
+    if exchanged == "prompts":
+        prompts = prompts[1:] + prompts[:1]
     texts = policy.decode(policy.sample(prompts))
+    if exchanged == "thoughts":
+        texts = texts[1:] + texts[:1]
     admissible = [player.info["actions"] for player in players]
     actions = likeliest(policy, prompts, texts, admissible, temperature)
     steps = []
@@ -65,14 +77,23 @@ def act(policy, players, temperature=None):
     return steps
 
 
-def main(folder, temperature=None):
-    args = vldac.load_args(folder)
-    args.split = "eval"
-    play = functools.partial(act, temperature=temperature and float(temperature))
+def main(argv=None):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--episodes", type=int, default=200)
+    parser.add_argument("--env")
+    parser.add_argument("--exchanged", choices=["prompts", "thoughts"])
+    options = parser.parse_args(argv)
+    args = vldac.load_args(options.folder)
+    args.split, args.env = "eval", options.env or args.env
+    policy = vldac.VLMPolicy(args)
+    if options.exchanged:
+        vldac.load_weights(Path(options.folder), policy)
+    play = functools.partial(act, temperature=options.temperature, exchanged=options.exchanged)
     players = [vldac.Player(args) for _ in range(args.num_envs)]
-    played = vldac.evaluate(vldac.VLMPolicy(args), players, range(200), play)
-    print(json.dumps(vldac.summary(played)))
+    print(json.dumps(vldac.summary(vldac.evaluate(policy, players, range(options.episodes), play))))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -90,6 +90,14 @@
 # VL-DAC-bare and RL4VLM-0.5, seeds 40 and 41; RL4VLM-1, seed 40) had been made on a processor of another kind, which rounds
 # otherwise, so that they had other toys, and `pairs` refused them. They were made anew where the other runs were made. On
 # that first processor VL-DAC-again's seeds 40 and 41 had been VL-DAC's to the digit.
+# Written later that day, when transfer-reward was known and a reader had said that walking forward without looking has
+# 0.33 of Hallway:
+# * Does what moved act on what it sees, and on its sentence? transfer-reward's training again, seeds 40 to 49
+#   (transfer-again; is it the same to the digit?). Then, in Hallway and FourRooms, each player acts on another one's prompt
+#   (transfer-prompts), so with the same frequencies of actions but without looking, or on its own prompt after another
+#   one's thought (transfer-thoughts). 16 players, and the last one of an evaluation exchanges with none. Described: what
+#   success is left, beside transfer-reward's and transfer-coin's.
+# * "Does sharper sampling do without reward?" has 50 episodes a toy in OneRoom instead of 200, as most last 180 steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cores=$(env -u OMP_NUM_THREADS nproc) # nproc would obey that variable
@@ -151,14 +159,23 @@ run() { # WORLD METHOD SEED PROGRAM OPTIONS...: into runs/final/WORLD-METHOD-SEE
     python study/likeliest.py "$folder" > "$folder/likeliest.json" 2>> "$folder.txt"
     row "$world" "$method" "$seed" 0 "$folder"/{sampled,greedy,likeliest}.json > "$folder.csv"
   elif [[ $method == taught-* ]]; then # at another temperature: of tokens, and of actions
-    local temperature=${method#taught-}
-    python eval.py start "$folder" --temperature "$temperature" --episodes 200 --out "$folder/sampled.json" >> "$folder.txt" 2>&1
-    python study/likeliest.py "$folder" "$temperature" > "$folder/likeliest.json" 2>> "$folder.txt"
+    local how="--temperature ${method#taught-} --episodes 200"
+    if [[ $world == OneRoom ]]; then how=${how/200/50}; fi
+    python eval.py start "$folder" $how --out "$folder/sampled.json" >> "$folder.txt" 2>&1
+    python study/likeliest.py "$folder" $how > "$folder/likeliest.json" 2>> "$folder.txt"
     row "$world" "$method" "$seed" 0 "$folder"/{sampled,greedy,likeliest}.json > "$folder.csv"
   else
     python study/report.py rows "$folder" > "$folder.csv"
   fi
-  if [[ $method == transfer-* ]]; then # and how it fares where it never trained
+  if [[ $method == transfer-again ]]; then # and how it fares with another's prompt, or thought
+    for room in Hallway FourRooms; do
+      for exchanged in prompts thoughts; do
+        python study/likeliest.py "$folder" --temperature 1 --env $room --exchanged $exchanged \
+          > "$folder/$room-$exchanged.json" 2>> "$folder.txt"
+        row $room transfer-$exchanged "$seed" 10240 "$folder/$room-$exchanged.json" >> "$folder.csv"
+      done
+    done
+  elif [[ $method == transfer-* ]]; then # and how it fares where it never trained
     for room in Hallway FourRooms; do
       python eval.py run "$folder" --env $room --episodes 200 --out "$folder/$room.json" >> "$folder.txt" 2>&1
       row $room "$method" "$seed" 10240 "$folder/$room.json" >> "$folder.csv"
@@ -267,6 +284,7 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
     each LongOneRoom VL-DAC-test "$seeds" $vldac $long
     each LongOneRoom critic-token-per-step-test "$seeds" $critic $long --critic token-per-step
   done
+  each OneRoomS6FastNoHints transfer-again "$all" $vldac $mixed --env ${room}FastNoHints-v0
   local four="--env ${room}FastNoHints-v0 --model toy:${room}FastNoHints-v0 $typed --total_timesteps 10240"
   four+=" --num_envs 4 --num_steps 128"
   for seed in $all; do

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "study"), str(ROOT / "extras")]
 
+import likeliest  # noqa: E402
 import report  # noqa: E402
-from likeliest import likeliest  # noqa: E402
 from test_extras import write_runs  # noqa: E402
 
 import envs  # noqa: E402
@@ -182,14 +183,36 @@ def test_the_likeliest_action_is_scored_after_the_sampled_thought(tmp_path):
     policy_of.tokenizer, policy_of.stop_ids = policy.tokenizer, policy.stop_ids
     dark, light = [json.dumps({"thoughts": words, "action": "turn right"}) for words in ("dark", "light")]
     actions = [list(chances), list(chances), ["turn right", "turn left"]]
-    chosen = likeliest(policy_of, ["dark", "none", "light"], [dark, "move", light], actions)
+    chosen = likeliest.likeliest(policy_of, ["dark", "none", "light"], [dark, "move", light], actions)
     assert chosen == ["move", None, "turn left"]
-    assert likeliest(policy_of, ["none"], ["move"], [list(chances)]) == [None]
+    assert likeliest.likeliest(policy_of, ["none"], ["move"], [list(chances)]) == [None]
     torch.manual_seed(0)
-    drawn = likeliest(policy_of, ["dark"] * 4000, [dark] * 4000, actions[:1] * 4000, temperature=0.5)
+    drawn = likeliest.likeliest(
+        policy_of, ["dark"] * 4000, [dark] * 4000, actions[:1] * 4000, temperature=0.5
+    )
     total = sum(chance**2 for chance in chances.values())
     for action, chance in chances.items():
         assert drawn.count(action) / 4000 == pytest.approx(chance**2 / total, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    "exchanged,prompts,thoughts",
+    [(None, "abc", "ABC"), ("prompts", "bca", "BCA"), ("thoughts", "abc", "BCA")],
+)
+def test_a_player_acts_on_what_another_sees_or_says(exchanged, prompts, thoughts, monkeypatch):
+    """The policy says a prompt in capitals."""
+    policy = SimpleNamespace(encode=str, sample=list, no_tokens=None)
+    policy.decode = lambda responses: [text.upper() for text in responses]
+    players = []
+    for name in "abc":
+        player = SimpleNamespace(prompt=lambda name=name: [name], info={"actions": ["go"]})
+        player.step = lambda action, name=name: (name + action, False, False)
+        players.append(player)
+    seen = []
+    monkeypatch.setattr(likeliest, "likeliest", lambda *asked: seen.append(asked[1:3]) or ["1", "2", "3"])
+    steps = likeliest.act(policy, players, 1, exchanged)
+    assert seen == [(list(prompts), list(thoughts))]
+    assert [step.reward for step in steps] == ["a1", "b2", "c3"]
 
 
 @needs_opengl
