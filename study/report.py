@@ -15,7 +15,6 @@ or OneRoom/VL-DAC@40-44 for some of the seeds. For plot, --out FILE comes last.
 
 import csv
 import itertools
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,9 +117,10 @@ def load_table(path, names) -> list[list[dict]]:
         for row in csv.DictReader(file):
             for number, name in enumerate(names):
                 name, _, seeds = name.partition("@")
-                first, last = seeds.split("-") if seeds else (0, math.inf)
+                first, _, last = seeds.partition("-")
                 seed = int(row["seed"])
-                if name == f"{row['world']}/{row['method']}" and float(first) <= seed <= float(last):
+                chosen = not seeds or int(first) <= seed <= int(last or first)
+                if chosen and name == f"{row['world']}/{row['method']}":
                     values = {column: float(x) if x else None for column, x in list(row.items())[2:]}
                     runs.setdefault((number, seed), []).append(row | values)
     if len({number for number, _ in runs}) < len(names) or not names:

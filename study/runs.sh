@@ -159,8 +159,9 @@ run() { # WORLD METHOD SEED PROGRAM OPTIONS...: into runs/final/WORLD-METHOD-SEE
     python study/likeliest.py "$folder" > "$folder/likeliest.json" 2>> "$folder.txt"
     row "$world" "$method" "$seed" 0 "$folder"/{sampled,greedy,likeliest}.json > "$folder.csv"
   elif [[ $method == taught-* ]]; then # at another temperature: of tokens, and of actions
-    local how="--temperature ${method#taught-} --episodes 200"
-    if [[ $world == OneRoom ]]; then how=${how/200/50}; fi
+    local episodes=200
+    if [[ $world == OneRoom ]]; then episodes=50; fi
+    local how="--temperature ${method#taught-} --episodes $episodes"
     python eval.py start "$folder" $how --out "$folder/sampled.json" >> "$folder.txt" 2>&1
     python study/likeliest.py "$folder" $how > "$folder/likeliest.json" 2>> "$folder.txt"
     row "$world" "$method" "$seed" 0 "$folder"/{sampled,greedy,likeliest}.json > "$folder.csv"
