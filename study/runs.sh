@@ -276,16 +276,16 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
     done
   done
   each OneRoom VL-DAC-more "$(echo {60..79})" $vldac --env OneRoom
-  for world in OneRoomS6FastNoHints OneRoom; do
-    local taught="--env $world"
-    if [[ $world == *NoHints ]]; then taught="--env study.worlds:$world-v0"; fi
-    for temperature in 1 0.7 0.5 0.25; do each $world taught-$temperature "$all" $vldac $taught $one_update; done
-  done
   for seeds in "45 46" "47 48" "49 50" "51 52" "53 54"; do
     each LongOneRoom VL-DAC-test "$seeds" $vldac $long
     each LongOneRoom critic-token-per-step-test "$seeds" $critic $long --critic token-per-step
   done
   each OneRoomS6FastNoHints transfer-again "$all" $vldac $mixed --env ${room}FastNoHints-v0
+  for world in OneRoomS6FastNoHints OneRoom; do
+    local taught="--env $world"
+    if [[ $world == *NoHints ]]; then taught="--env study.worlds:$world-v0"; fi
+    for temperature in 1 0.7 0.5 0.25; do each $world taught-$temperature "$all" $vldac $taught $one_update; done
+  done
   local four="--env ${room}FastNoHints-v0 --model toy:${room}FastNoHints-v0 $typed --total_timesteps 10240"
   four+=" --num_envs 4 --num_steps 128"
   for seed in $all; do
