@@ -98,6 +98,11 @@
 #   one's thought (transfer-thoughts). 16 players, and the last one of an evaluation exchanges with none. Described: what
 #   success is left, beside transfer-reward's and transfer-coin's.
 # * "Does sharper sampling do without reward?" has 50 episodes a toy in OneRoom instead of 200, as most last 180 steps.
+# Written later that day, when 18 of the 20 runs of VL-DAC-more were known and two of them had ended below 0.95 (seeds 60 and
+# 74):
+# * Would they arrive with twice the steps? VL-DAC-more-on, of the seeds of VL-DAC-more that end below 0.95: their runs are
+#   resumed from their checkpoints as the second half of runs of 40,960 steps (the learning rate rises again to half of its
+#   first value, and falls). Described.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cores=$(env -u OMP_NUM_THREADS nproc) # nproc would obey that variable
@@ -142,6 +147,10 @@ run() { # WORLD METHOD SEED PROGRAM OPTIONS...: into runs/final/WORLD-METHOD-SEE
     if [[ $word == toy:* ]]; then word=$(toy "${word#toy:}" "$seed"); fi # --model toy:ENV
     options+=("$word")
   done
+  if [[ $method == VL-DAC-more-on && ! -e $folder ]]; then
+    cp -r "runs/final/$world-VL-DAC-more-$seed" "$folder"
+    sed -i 's/"total_timesteps": 20480/"total_timesteps": 40960/' "$folder/args.json"
+  fi
   if [ -e "$folder/args.json" ]; then
     options=(--resume "$folder") # it was stopped
   else
@@ -280,6 +289,7 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
     each LongOneRoom VL-DAC-test "$seeds" $vldac $long
     each LongOneRoom critic-token-per-step-test "$seeds" $critic $long --critic token-per-step
   done
+  each OneRoom VL-DAC-more-on "60 74" $vldac --env OneRoom
   each OneRoomS6FastNoHints transfer-again "$all" $vldac $mixed --env ${room}FastNoHints-v0
   for world in OneRoomS6FastNoHints OneRoom; do
     local taught="--env $world"
