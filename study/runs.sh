@@ -102,7 +102,7 @@
 # 74):
 # * Would they arrive with twice the steps? VL-DAC-more-on, of the seeds of VL-DAC-more that end below 0.95: their runs are
 #   resumed from their checkpoints as the second half of runs of 40,960 steps (the learning rate rises again to half of its
-#   first value, and falls). Described.
+#   first value, and falls). Described. The folders of those runs must still be in runs/final.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cores=$(env -u OMP_NUM_THREADS nproc) # nproc would obey that variable
