@@ -145,6 +145,16 @@ def test_pairs_of_runs(tmp_path, capsys):
         assert message in refused(["pairs", path, "Room/A", "Room/B"], capsys, report.main)
 
 
+def test_panels_of_a_figure(tmp_path, monkeypatch):
+    """Of one world a panel for each method, of several one for each world."""
+    panels = []
+    monkeypatch.setattr(report.curves, "plot", lambda runs, *_: panels.append({run.world for run in runs}))
+    runs = write_runs(tmp_path)
+    report.main(["plot", *runs[:3]])
+    report.main(["plot", *runs])
+    assert panels == [{"tiny", "LOOP"}, {"NumberLine", "OneRoom"}]
+
+
 def test_shares_of_true_thoughts(tmp_path, capsys):
     path = tmp_path / "thoughts.csv"
     rows = ["Room,A,0,Room,0.9,0.8", "Room,A,1,Room,0.7,0.7", "Room,A,0,Hall,0.5,0.5", "Room,B,0,Room,0.9,1"]
