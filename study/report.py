@@ -382,8 +382,10 @@ COLORS = {
     "RL4VLM-0.35": "C5",
     "RL4VLM-1": "C6",
     "VL-DAC-again": "C0",
+    "VL-DAC-test": "C0",
     "critic-token": "C1",
     "critic-token-per-step": "C2",
+    "critic-token-per-step-test": "C2",
     "critic-none": "C9",
     "one-step-TD": "C4",
 }
