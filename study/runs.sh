@@ -103,6 +103,8 @@
 # * Would they arrive with twice the steps? VL-DAC-more-on, of the seeds of VL-DAC-more that end below 0.95: their runs are
 #   resumed from their checkpoints as the second half of runs of 40,960 steps (the learning rate rises again to half of its
 #   first value, and falls). Described. The folders of those runs must still be in runs/final.
+# Written later that day, before the first result of transfer-again (124 of 200 episodes of its first evaluation had been
+# played, and not looked at): its evaluations have 50 episodes instead of 200, as 200 would take five hours.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cores=$(env -u OMP_NUM_THREADS nproc) # nproc would obey that variable
@@ -180,7 +182,7 @@ run() { # WORLD METHOD SEED PROGRAM OPTIONS...: into runs/final/WORLD-METHOD-SEE
   if [[ $method == transfer-again ]]; then # and how it fares with another's prompt, or thought
     for room in Hallway FourRooms; do
       for exchanged in prompts thoughts; do
-        python study/likeliest.py "$folder" --temperature 1 --env $room --exchanged $exchanged \
+        python study/likeliest.py "$folder" --temperature 1 --env $room --exchanged $exchanged --episodes 50 \
           > "$folder/$room-$exchanged.json" 2>> "$folder.txt"
         row $room transfer-$exchanged "$seed" 10240 "$folder/$room-$exchanged.json" >> "$folder.csv"
       done
