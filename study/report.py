@@ -381,11 +381,8 @@ COLORS = {
     "RL4VLM-0.2": "C4",
     "RL4VLM-0.35": "C5",
     "RL4VLM-1": "C6",
-    "VL-DAC-again": "C0",
-    "VL-DAC-test": "C0",
     "critic-token": "C1",
     "critic-token-per-step": "C2",
-    "critic-token-per-step-test": "C2",
     "critic-none": "C9",
     "one-step-TD": "C4",
 }
@@ -396,6 +393,8 @@ def plot(paths, out):
     results = [load_result(path) for path in paths if path.endswith(".json")]
     paths = [path for path in paths if not path.endswith(".json")]
     runs = load_runs(paths) if paths else []
+    for run in runs:
+        run.method = run.method.removesuffix("-again").removesuffix("-test")  # the same method on other runs
     if len({run.world for run in runs}) == 1 and not results:
         for run in runs:
             run.world = run.method
