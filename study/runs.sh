@@ -104,7 +104,7 @@
 #   resumed from their checkpoints as the second half of runs of 40,960 steps (the learning rate rises again to half of its
 #   first value, and falls). Described. The folders of those runs must still be in runs/final.
 # Written later that day, before the first result of transfer-again (124 of 200 episodes of its first evaluation had been
-# played, and not looked at): its evaluations have 50 episodes instead of 200, as 200 would take five hours.
+# played, and not looked at): its evaluations have 50 episodes instead of 200, which were reckoned at five hours.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cores=$(env -u OMP_NUM_THREADS nproc) # nproc would obey that variable

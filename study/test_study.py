@@ -153,6 +153,11 @@ def test_panels_of_a_figure(tmp_path, monkeypatch):
     report.main(["plot", *runs[:3]])
     report.main(["plot", *runs])
     assert panels == [{"tiny", "LOOP"}, {"NumberLine", "OneRoom"}]
+    rows = ["Room,A-again,0,,0,,,,0.2,0,,,", "Room,B-test,0,,0,,,,0.5,0,,,"]
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join([",".join(report.COLUMNS), *rows]))
+    report.main(["plot", str(path), "Room/A-again", "Room/B-test"])
+    assert panels[2] == {"A", "B"}
 
 
 def test_shares_of_true_thoughts(tmp_path, capsys):
