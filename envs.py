@@ -866,18 +866,22 @@ class TextActions(gym.Wrapper):
 
     def reset(self, *, seed=None, options=None):
         observation, info = self.env.reset(seed=seed, options=options)
-        task = f"get the highest return in {self.env.spec.id}"
+        self.task = f"get the highest return in {self.env.spec.id}"
         if isinstance(observation, dict) and "mission" in observation:
-            task = observation["mission"]
-        self.info = {"task": task} | info | {"actions": list(self.number_of)}
+            self.task = observation["mission"]
+        self.info = self._info(info)
         return self._observation(), self.info
 
     def step(self, action):
         if action not in self.number_of:
             return self._observation(), 0.0, False, False, self.info
         _, reward, terminated, truncated, info = self.env.step(self.number_of[action])
-        self.info = info | {"actions": list(self.number_of)}
+        self.info = self._info(info)
         return self._observation(), reward, terminated, truncated, self.info
+
+    def _info(self, info):
+        """The contract's. Of the environment's own only a success flag: `task` and `left` may be anything."""
+        return {"task": self.task, "actions": list(self.number_of), "success": info.get("success")}
 
     def hint(self):
         """The environment's own, in words; None if it gives none."""
@@ -1061,6 +1065,8 @@ def first_step(env, seed, action=None):
     """What an episode shows and pays in its first step, that of an admissible action or of another."""
     with traced(seed, []):
         first, info = env.reset(seed=seed)
+        if isinstance(env, Checked):
+            env.hint()  # it must be admissible
     if action is None:
         action = random_action(info["actions"], info["task"], random.Random(seed))
     with traced(seed, [action]):

@@ -8,9 +8,9 @@
     python eval.py compare A.json B.json               paired difference of two results, exact McNemar test
 
 All but the last play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
-trains, and write to --out FILE. --mode greedy takes the likeliest tokens. Options given here win over those
-of the run, which may be one of another algorithm in extras/, too. To look at a run: extras/page.py; curves of
-runs: extras/plot.py; tables of them: study/report.py.
+trains, and write to --out FILE. --mode greedy takes the likeliest tokens. Of a run, which may be one of
+another algorithm in extras/ too, an evaluation changes only the episodes and their speed: --help has those
+options. To look at a run: extras/page.py; curves of runs: extras/plot.py; tables of them: study/report.py.
 """
 
 import dataclasses
@@ -161,23 +161,39 @@ def load_result(path) -> dict:
 
 
 def compare(path_a, path_b) -> str:
-    """The paired difference of two results on the same episodes."""
+    """The paired difference of two results on the same episodes: of successes, else of returns."""
     a, b = load_result(path_a), load_result(path_b)
     differing = [name for name in TASK if a["task"].get(name) != b["task"].get(name)]
     if [episode["seed"] for episode in a["episodes"]] != [episode["seed"] for episode in b["episodes"]]:
         differing.append("seeds")
     check(not differing, f"{path_a} and {path_b} differ in {', '.join(differing)} and cannot be compared")
-    pairs = []
-    for x, y in zip(a["episodes"], b["episodes"], strict=True):
-        pairs.append((x["success"] is True, y["success"] is True))
-    won, lost = pairs.count((False, True)), pairs.count((True, False))
-    return (
-        f"A: {result_line(a)}\nB: {result_line(b)}\nB - A: {(won - lost) / len(pairs):+.3f} "
-        f"({won} won, {lost} lost, exact McNemar p = {mcnemar(won, lost):.2g})"
-    )
+    pairs = list(zip(a["episodes"], b["episodes"], strict=True))
+    lines = f"A: {result_line(a)}\nB: {result_line(b)}\nB - A: "
+    if a["summary"]["success_rate"] is None and b["summary"]["success_rate"] is None:
+        differences = [y["return"] - x["return"] for x, y in pairs]
+        higher, lower = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+        mean = sum(differences) / len(pairs)
+        return lines + f"return {mean:+.3f} ({higher} higher, {lower} lower; there is no success flag)"
+    flags = [(x["success"] is True, y["success"] is True) for x, y in pairs]
+    won, lost = flags.count((False, True)), flags.count((True, False))
+    test = f"{won} won, {lost} lost, exact McNemar p = {mcnemar(won, lost):.2g}"
+    return lines + f"{(won - lost) / len(pairs):+.3f} ({test})"
 
 
 # --------------------------------------------------------------------------------------------- the program
+
+
+# What an evaluation may change of a run: its episodes and their speed.
+EPISODES = "env split max_episode_steps invalid_reward adapter temperature max_new_tokens seed episodes"
+EPISODES += " mode out num_envs micro_batch_size device dtype"
+# Without a run, what a prompt shows, too.
+PROMPT = "model num_images max_image_tokens"
+
+
+def check_typed(argv, names):
+    """UserError if another option is typed than these: it would have no effect, or a wrong one."""
+    for name in vldac.typed_options(argv, Args):
+        check(name in names.split(), f"--{name} has no place in an evaluation: it takes {names}")
 
 
 def options_of_run(command, folder, argv, episodes=200):
@@ -185,6 +201,7 @@ def options_of_run(command, folder, argv, episodes=200):
 
     What is typed wins over the options of the run.
     """
+    check_typed(argv, EPISODES)
     saved = dataclasses.replace(vldac.load_args(folder, Args), split="eval", episodes=episodes)
     args = vldac.parse_args(argv, Args, program="eval", defaults=vars(saved))
     if command == "start" or args.adapter != saved.adapter:
@@ -209,10 +226,16 @@ def write_result(result, args, folder):
 def main(argv=None):
     try:
         match sys.argv[1:] if argv is None else argv:
+            case [*_, "--help" | "-h"]:
+                print(f"{__doc__}\nOptions, the last three only where there is no run:\n")
+                comments = vldac.option_comments(Args)
+                for name in [*EPISODES.split(), *PROMPT.split()]:
+                    print(f"    --{name:18} {comments[name]}".rstrip())
             case ["run" | "start" as command, folder, *options]:
                 args, checkpoint = options_of_run(command, Path(folder), options)
                 write_result(make_result(command, args, checkpoint), args, Path(folder, "eval"))
             case ["model" | "random" | "hint" as command, *options]:
+                check_typed(options, f"{EPISODES} {PROMPT}")
                 args = vldac.parse_args(options, Args, program="eval")
                 write_result(make_result(command, args), args, Path("results"))
             case ["compare", a, b]:

@@ -54,6 +54,7 @@ import subprocess
 import sys
 import time
 import types
+import unicodedata
 import warnings
 from collections import deque
 from dataclasses import dataclass, field
@@ -104,7 +105,7 @@ class Args:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the base; auto: bfloat16 on a GPU that has it
     # rollout
     total_timesteps: int = 51_200  # environment steps, rounded down to whole updates
-    num_envs: int = 16  # of all processes
+    num_envs: int = 16  # environments that play at once, of all processes
     num_steps: int = 32  # environment steps of each environment per update
     max_episode_steps: int | None = None  # default: the world's own limit
     invalid_reward: float | None = None  # for a response without admissible action; default: the world's own
@@ -174,7 +175,7 @@ def build_prompt(text, actions, task, taken, left) -> str:
     # The released prompt repeats frames, and gives their number as the number of actions.
     names = [json.dumps(action, ensure_ascii=False) for action in actions]  # as the answer must spell them
     lines = [
-        f"Task: {task}.",
+        f"Task: {task.rstrip('.')}.",
         text,
         f"Actions taken: {taken}. Actions left: {left}.",
         "Admissible actions: " + ", ".join(names) + ".",
@@ -189,12 +190,22 @@ NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}(?=[ \t\r\n]*[,}])")
 SEARCH = re.compile(r"search(\[(?=.*\w)[^\[\]]{1,100}\])", re.IGNORECASE)  # with a letter, digit or _
 
 
+def composed(text) -> str:
+    """With one code point for an accented letter (NFC), as some tokenizers, Qwen2's too, write them."""
+    return unicodedata.normalize("NFC", text)
+
+
+def loosely(text) -> str:
+    """Without what does not matter in an answer: case and outer spaces."""
+    return composed(text).strip().casefold()
+
+
 def parse_action(text: str, actions) -> str | None:
     """The admissible action a response names, or None. Never evaluates, guesses or raises.
 
-    The last "action" key counts. The JSON string or number after it must equal an action. If none is
-    equal, case and outer spaces are ignored, unless that makes two equal. "search[...]" is not an action
-    itself, but stands for any short search[words].
+    The last "action" key counts. The JSON string or number after it must equal an action. If none is equal
+    as it is, Unicode's form of its letters is ignored, then case and outer spaces too; it is None if two
+    actions are then equal. "search[...]" is not an action itself, but stands for any short search[words].
 
     >>> parse_action('{"thoughts": "it is close", "action": "Move forward "}', ["turn left", "move forward"])
     'move forward'
@@ -218,10 +229,11 @@ def parse_action(text: str, actions) -> str | None:
     if "search[...]" in actions and value.strip().casefold().startswith("search["):
         search = SEARCH.fullmatch(value.strip())
         return "search" + search[1] if search and search[1].isprintable() else None
-    if value in actions:
-        return value
-    same = [action for action in actions if action.strip().casefold() == value.strip().casefold()]
-    return same[0] if len(same) == 1 else None
+    for form in (str, composed, loosely):
+        same = {action for action in actions if form(action) == form(value)}
+        if same:
+            return same.pop() if len(same) == 1 else None
+    return None
 
 
 # --------------------------------------------------------------------------------------------- the policy
@@ -252,7 +264,8 @@ class VLMPolicy(nn.Module):
         # `vlm` generates; and `vlm.model` is the same without the head over the vocabulary.
         self.vlm = load_vlm(args)
         self.peft_model = add_lora(self.vlm, args)
-        stop_ids, self.banned_ids = special_ids(self.vlm, self.tokenizer)
+        self.banned_ids = placeholder_ids(self.vlm.config)
+        stop_ids = end_ids(self.vlm, self.tokenizer)
         self.stop_ids = torch.tensor(stop_ids, device=args.device)
         self.no_tokens = torch.zeros(0, dtype=torch.long, device=args.device)  # an empty response
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
@@ -281,7 +294,6 @@ class VLMPolicy(nn.Module):
             eos_token_id=stop_ids,
             pad_token_id=self.tokenizer.pad_token_id,
         )
-        check_frames(self)  # a family that shows frames in another way is refused
 
     def lora_parameters(self) -> list[nn.Parameter]:
         return [p for name, p in self.peft_model.named_parameters() if "lora_" in name]
@@ -833,6 +845,7 @@ def train(args: Args, folder: Path):
         write_row(folder, row, args)
         # Last: a run that is killed earlier repeats this update.
         save_checkpoint(folder, policy, optimizer, players, update=u, recent=recent)
+        del steps, minibatches, last_prompts  # or the next rollout's pixels would lie beside these
 
 
 # ================= VL-DAC ends here, but for Deviations 16 and 17. The rest is what any training program has.
@@ -843,20 +856,19 @@ def train(args: Args, folder: Path):
 def load_processor(path, max_image_tokens):
     """A model's processor: chat template, tokenizer, images (as large as max_image_tokens allows).
 
-    UserError if there is no such model, or if it takes no images.
+    UserError if there is no such model, if a part of it is missing, or if it shows frames in another way.
     """
     try:
         config = AutoConfig.from_pretrained(path)
+        check(type(config) in PROCESSOR_MAPPING, f"--model {path}: it takes no images")
+        cls = PROCESSOR_MAPPING[type(config)]
+        # One backend by name: else pixels depend on whether torchvision is installed.
+        images = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        settings, _ = cls.get_processor_dict(path)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())  # the hub's has several lines
         raise UserError(f"--model {path}: {reason}") from None
-    check(type(config) in PROCESSOR_MAPPING, f"--model {path}: it takes no images")
-    cls = PROCESSOR_MAPPING[type(config)]
-    # AutoProcessor would load video processors too, which need torchvision. Here they are None, which
-    # transformers would refuse.
-    cls.check_argument_for_proper_class = lambda *_: None
-    # One backend by name: else pixels depend on whether torchvision is installed.
-    images = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
     if hasattr(images, "merge_size"):  # Qwen, GLM: a token is merge_size^2 patches; "edges" count pixels
         largest = max_image_tokens * (images.patch_size * images.merge_size) ** 2
         if "temporal_factor" in inspect.signature(images.resize).parameters:  # GLM counts a frame twice
@@ -865,10 +877,11 @@ def load_processor(path, max_image_tokens):
     if hasattr(images, "max_soft_tokens"):  # Gemma 4 knows five sizes
         fitting = [size for size in (70, 140, 280, 560, 1120) if size <= max_image_tokens]
         images.max_soft_tokens = max(fitting, default=70)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    # AutoProcessor would load video processors too, which need torchvision. Here they are None, which
+    # transformers would refuse.
+    cls.check_argument_for_proper_class = lambda *_: None
     parts = {"image_processor": images, "tokenizer": tokenizer}
     all_parts = [parts.get(name) for name in cls.get_attributes()]
-    settings, _ = cls.get_processor_dict(path)
     processor = cls.from_args_and_dict(all_parts, settings)
     # One tile per frame:
     if hasattr(images, "crop_to_patches"):  # InternVL
@@ -877,7 +890,43 @@ def load_processor(path, max_image_tokens):
         images.do_image_splitting = False
         images.size = dict(images.max_image_size)
         processor.video_processor = types.SimpleNamespace(num_frames=None, fps=None)  # its template asks
+    check(processor.chat_template, f"--model {path}: it has no chat template")
+    check_frames(path, processor, placeholder_ids(config))
+    check_weights(path)
     return processor
+
+
+def placeholder_ids(config) -> list[int]:
+    """The ids that stand for images and the like. Sampled, they would ask for an image that is not there."""
+    names = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
+    return sorted({getattr(config, name, None) for name in names} - {None})
+
+
+def check_frames(path, processor, placeholders):
+    """UserError unless each frame becomes one row of placeholders, as long alone as beside another frame."""
+    blank = Image.new("RGB", (640, 480))
+    lengths = []
+    for count in (1, 2):
+        chat = [{"role": "user", "content": [{"type": "image"}] * count}]
+        text = processor.apply_chat_template(chat, tokenize=False)
+        prompt = processor(text=[text], images=[[blank] * count], return_tensors="pt")
+        ids, repeats = torch.unique_consecutive(prompt["input_ids"], return_counts=True)
+        lengths += repeats[torch.isin(ids, torch.tensor(placeholders))].tolist()
+    alike = len(lengths) == 3 and len(set(lengths)) == 1
+    message = f"one frame and two frames are {lengths} placeholders in a row, and not three equal ones"
+    check(alike, f"--model {path} is not supported: {message}")
+
+
+def check_weights(path):
+    """UserError if a model's folder lacks a file of weights. Those of the hub are downloaded later."""
+    files = set(os.listdir(path)) if os.path.isdir(path) else {"model.safetensors"}
+    if files & {"model.safetensors", "pytorch_model.bin"}:
+        return
+    shards = {"model.safetensors"}
+    for index in Path(path).glob("*.index.json"):
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+    missing = min(shards - files, default=None)
+    check(missing is None, f"--model {path} is not complete: it has no {missing}")
 
 
 def load_vlm(args: Args):
@@ -916,7 +965,9 @@ def patches_as_products(vlm):
 def add_lora(vlm, args: Args) -> PeftModel:
     """The frozen VLM with adapters (in fp32, PEFT's default): new ones, or those of --adapter."""
     if args.adapter:
-        model = PeftModel.from_pretrained(vlm, args.adapter, is_trainable=True)
+        lora = LoraConfig.from_pretrained(args.adapter)
+        lora.inference_mode = False  # it is trained on
+        lora.base_model_name_or_path = None  # the folder in which its base was then
     else:
         # Deviation 16: LoRA on all linear layers of the language model, but a mixture of experts' routers.
         # The released code's names also match parts of some vision towers.
@@ -930,7 +981,11 @@ def add_lora(vlm, args: Args) -> PeftModel:
         # As a pattern: PEFT would save a long list by its last names, which fit the vision tower too.
         pattern = rf"{re.escape(decoder_name)}\.(.*\.)?({'|'.join(sorted(names))})"
         lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=pattern)
-        model = get_peft_model(vlm, lora)
+    model = get_peft_model(vlm, lora)
+    if args.adapter:
+        loaded = model.load_adapter(args.adapter, "default", is_trainable=True, ignore_mismatched_sizes=True)
+        wrong = min(loaded.missing_keys + loaded.unexpected_keys, default=None)
+        check(wrong is None, f"--adapter {args.adapter} does not fit {args.model}: {wrong}")
     for module in vlm.modules():
         # Deviation 17: no dropout, or the ratio would not be 1 before anything is learned.
         if isinstance(module, nn.Dropout):
@@ -944,6 +999,13 @@ def add_lora(vlm, args: Args) -> PeftModel:
         # Else inputs would require gradients, and the frozen vision tower would be backpropagated.
         vlm.disable_input_require_grads()
     return model
+
+
+def check_adapter(args: Args):
+    """UserError if --adapter does not fit --model, of which only the config is needed."""
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+        vlm = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(args.model))
+        add_lora(vlm, args)
 
 
 def lora_as_products(vlm):
@@ -966,29 +1028,11 @@ def lora_as_products(vlm):
             module.forward = functools.partial(forward, module)
 
 
-def special_ids(vlm, tokenizer) -> tuple[list[int], list[int]]:
-    """The ids that end a response, and those that must not be in one."""
-    # Stop ids are the checkpoint's and the tokenizer's: Gemma 3's end of a turn is only among the former.
-    stop_ids = vlm.generation_config.eos_token_id
-    stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
-    stop_ids = {*stop_ids, tokenizer.eos_token_id} - {None}
-    # A sampled image placeholder would ask the next forward pass for an image that is not there.
-    names = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
-    placeholders = {getattr(vlm.config, name, None) for name in names} - {None}
-    return sorted(stop_ids), sorted(placeholders)
-
-
-def check_frames(policy):
-    """UserError unless each frame becomes one row of placeholders, as long alone as beside another frame."""
-    blank = np.zeros((480, 640, 3), np.uint8)
-    lengths = []
-    for count in (1, 2):
-        prompt = policy.encode("", [blank] * count)
-        ids, repeats = torch.unique_consecutive(prompt["input_ids"], return_counts=True)
-        lengths += repeats[torch.isin(ids, torch.tensor(policy.banned_ids))].tolist()
-    alike = len(lengths) == 3 and len(set(lengths)) == 1
-    message = f"one frame and two frames are {lengths} placeholders in a row, and not three equal ones"
-    check(alike, f"{policy.args.model} is not supported: {message}")
+def end_ids(vlm, tokenizer) -> list[int]:
+    """The ids that end a response: the checkpoint's, where alone Gemma 3's is, and the tokenizer's."""
+    ids = vlm.generation_config.eos_token_id
+    ids = ids if isinstance(ids, list) else [ids]
+    return sorted({*ids, tokenizer.eos_token_id} - {None})
 
 
 # -------------------------------------------------------------- several processes (torchrun), and messages
@@ -1228,8 +1272,9 @@ def load_weights(folder: Path, policy) -> dict:
     """Put a checkpoint's weights into the policy. Returns the checkpoint; UserError if they do not fit."""
     path = folder / "checkpoint.pt"
     state = torch.load(path, map_location="cpu", weights_only=True)
-    fits = state["weights"].keys() == trainable_weights(policy).keys()
-    check(fits, f"{path} is of another model: the names of its weights differ")
+    saved = {name: weight.shape for name, weight in state["weights"].items()}
+    fits = saved == {name: weight.shape for name, weight in trainable_weights(policy).items()}
+    check(fits, f"{path} is of another model: the names or shapes of its weights differ")
     policy.load_state_dict(state["weights"], strict=False)  # they are not all: the rest is the base model
     return state
 
@@ -1238,8 +1283,11 @@ def load_checkpoint(folder: Path, policy, optimizer, players) -> dict:
     """Bring a run, and its log, to where it was when it was saved. Returns the checkpoint."""
     state = load_weights(folder, policy)
     optimizer.load_state_dict(state["optimizer"])
-    if RANK == 0:  # what was logged after the checkpoint, half a row perhaps, will be logged again
-        os.truncate(folder / "log.jsonl", state["log_bytes"])
+    if RANK == 0:
+        log = folder / "log.jsonl"
+        complete = log.stat().st_size >= state["log_bytes"]
+        check(complete, f"{log} is shorter than it was at the checkpoint: rows are lost")
+        os.truncate(log, state["log_bytes"])  # later rows, the last one perhaps half written, come again
     for player in players:
         saved = state["players"][player.index]
         player.reset(saved["seed"])
@@ -1306,12 +1354,23 @@ def load_args(folder, args_class=Args, program=None) -> Args:
     return args
 
 
+def option_comments(args_class) -> dict[str, str]:
+    """The comment behind each option, in the source of the class and of those that it extends."""
+    comments = {}
+    for cls in reversed(args_class.__mro__[:-1]):  # the last one is object
+        lines = re.findall(r"^    (\w+): [^#\n]*(?:# (.*))?$", inspect.getsource(cls), re.M)
+        comments |= {name: comment or comments.get(name, "") for name, comment in lines}
+    return comments
+
+
 def typed_options(argv, args_class) -> dict:
     """The options that are typed, and no others, by name."""
-    note = "The toy and some worlds have other defaults. What an option means: see Args, and docs/guide.md."
+    note = "The toy and some worlds have other defaults. More on the options: docs/guide.md."
     parser = HfArgumentParser(args_class, usage="%(prog)s [options]", epilog=note, allow_abbrev=False)
+    comments = option_comments(args_class)
     for action in parser._actions:
-        action.help = action.help or f"default: {action.default}"
+        default = "" if action.default is None else f"default: {action.default}"
+        action.help = action.help or "; ".join(filter(None, [comments[action.dest], default]))
         action.default = argparse.SUPPRESS  # what is not typed is not in the result
     return vars(parser.parse_args(argv))
 
@@ -1374,10 +1433,23 @@ def check_training(args: Args):
     if args.model == "tiny":
         check(not args.adapter, "a toy is taught for its run: --adapter needs that run's base/ as --model")
     else:
-        load_processor(args.model, args.max_image_tokens)  # it raises before there is a folder
+        load_processor(args.model, args.max_image_tokens)  # these raise before there is a folder
+        if args.adapter:
+            check_adapter(args)
 
 
 # -------------------------------------------------------------------------------------------- the program
+
+
+def make_folder(parent: Path, name) -> Path:
+    """A new folder of this name, or, if it is taken, with -2, -3 ... after it."""
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:  # also by a program that has started at the same time
+            continue
 
 
 def new_run(args: Args, program) -> Path:
@@ -1389,13 +1461,13 @@ def new_run(args: Args, program) -> Path:
         script = Path(__file__).parent / "extras" / "toy.py"
         check(script.exists(), f"the toy model needs {script}; without it, give a --model")
         command = [sys.executable, str(script), json.dumps(vars(args))]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise SystemExit(done.returncode)  # it has said why
         toy = done.stdout.splitlines()[-1]
-    folder, number = Path(args.runs_dir, name), 1
-    while folder.exists():  # a taken name gets -2, -3 ...
-        number += 1
-        folder = Path(args.runs_dir, f"{name}-{number}")
-    folder.mkdir(parents=True)
+    elif os.path.isdir(args.model):
+        args.model = os.path.abspath(args.model)  # the run may be resumed from another folder
+    folder = make_folder(Path(args.runs_dir), name)
     if args.model == "tiny":
         shutil.copytree(toy, folder / "base")
     if args.adapter:

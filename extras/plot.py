@@ -24,7 +24,8 @@ from envs import UserError, check, exit_with  # noqa: E402
 def load_log(folder):
     """The rows and the options of a run; UserError if it is not the folder of one."""
     try:
-        rows = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
+        lines = Path(folder, "log.jsonl").read_text().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]  # else it is half written
         return rows, json.loads(Path(folder, "args.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is not the folder of a run: {error}") from None

@@ -124,7 +124,7 @@ def greedy_policy(folder, **changes):
 
     def stop_now_and_then(*call):
         logits = call[-1].clone()
-        now = logits.argmax(-1) % 6 == 0
+        now = logits.argmax(-1) % 7 == 0
         logits[..., stop] = torch.where(now, logits.amax(-1) + 1, logits[..., stop])
         return logits
 
@@ -139,7 +139,7 @@ def sampled(policy, batches, **generate):
 
 
 EACH_CACHE = ["qwen2_vl", "qwen3_5", "gemma3"]  # all layers alike, some of linear attention, some sliding
-RECORDED = [(family, "float32") for family in FAMILIES] + [(family, "bfloat16") for family in EACH_CACHE]
+RECORDED = [(family, "float64") for family in FAMILIES] + [(family, "bfloat16") for family in EACH_CACHE]
 
 
 @pytest.mark.parametrize("family, dtype", RECORDED)
@@ -150,7 +150,7 @@ def test_a_graph_decodes_what_is_decoded_without_it(family, dtype, model_folder,
         batches = batches[:2]
 
     def expected():
-        if dtype == "float32":
+        if dtype == "float64":
             return sampled(policy, batches, recorded=False)
         with monkeypatch.context() as without:
             without.setattr(policy.vlm.generate, "decode_token", policy.vlm)
@@ -165,7 +165,7 @@ def test_a_graph_decodes_what_is_decoded_without_it(family, dtype, model_folder,
     learned = sampled(policy, batches, recorded=True)
     assert policy.vlm.generate.recorded  # still: nothing waited for the GPU, and all was right
     assert learned == expected() != before[:2]
-    if dtype == "float32":
+    if dtype == "float64":
         assert len({len(tokens) for batch in before + learned for tokens in batch}) > 1
     assert sum(graph.replays for graph in graphs) > 10
     names = {operation.__name__.partition(".")[0] for graph in graphs for operation, *_ in graph.operations}
@@ -174,7 +174,8 @@ def test_a_graph_decodes_what_is_decoded_without_it(family, dtype, model_folder,
 
 @pytest.mark.parametrize("family", EACH_CACHE)
 def test_a_graph_samples_what_is_scored(family, model_folder, graphs):
-    policy = make_policy(model_folder(family), cls=cuda_graph.Policy, max_image_tokens=16, temperature=1.3)
+    changes = {"max_image_tokens": 16, "temperature": 1.3, "dtype": "float64"}
+    policy = make_policy(model_folder(family), cls=cuda_graph.Policy, **changes)
     generate, scores = policy.vlm.generate.generate, []
 
     def with_scores(**inputs):

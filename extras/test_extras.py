@@ -35,6 +35,7 @@ from test_vldac import (  # noqa: E402
     CORRIDOR,
     LOGGED,
     LONG,
+    NEARLY,
     TROUBLED,
     Troubled,
     column,
@@ -76,7 +77,7 @@ def test_doctests(module):
 def test_rl4vlm_equals_the_loop(thought_coef):
     """exp(lambda * thought + action) per step, clipped once; tokens under the padding may be NaN."""
     new, old, advantages, mask = random_tokens(6, 5)
-    weights = mask.float()
+    weights = mask.double()
     weights[:, :2] *= thought_coef
     logratios = ((new - old) * weights).sum(1).tolist()
     terms = []
@@ -84,7 +85,7 @@ def test_rl4vlm_equals_the_loop(thought_coef):
         terms.append(surrogate(logratio, advantage))
     new = new.masked_fill(mask == 0, math.nan)
     loss = rl4vlm.rl4vlm_loss(new, old, advantages, weights, 0.1)
-    assert loss.item() == pytest.approx(np.mean(terms), abs=1e-6)
+    assert loss.item() == pytest.approx(np.mean(terms), abs=1e-9)
 
 
 TALK = '{"thoughts": "it is ahead", '
@@ -229,9 +230,9 @@ def test_the_advantages_of_tokens_by_hand(kind, gae_lambda, flags, step_0):
     variance = np.mean((step_0 - mean) ** 2) + np.mean((step_1 - mean) ** 2)  # their sum, over 2 - 1
     assert stats["advantage_std"] == pytest.approx(math.sqrt(variance))
     normalised = ([*step_0, *step_1] - mean) / math.sqrt(variance)
-    assert torch.cat([step.advantage for step in steps]).tolist() == pytest.approx(normalised, abs=1e-6)
+    assert torch.cat([step.advantage for step in steps]).tolist() == pytest.approx(normalised, abs=1e-5)
     explained = 1 - np.var([step_0[0], step_1[0]]) / np.var([returns[0][0], returns[1][0]])
-    assert stats["explained_variance"] == pytest.approx(explained, abs=1e-6)
+    assert stats["explained_variance"] == pytest.approx(explained, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["token", "token-per-step"])
@@ -249,25 +250,25 @@ def test_where_a_response_is_one_token_its_value_is_the_step_s_to_the_bit(kind):
         of_tokens.append(made_up_step(reward, [value], done, out))
         of_steps.append(vldac.Step({}, torch.zeros(1), "", None, reward, done, out, value=value))
     stats = critic.add_advantages(of_tokens, last_values[:, None], args)
-    assert stats == pytest.approx(vldac.add_advantages(of_steps, last_values, args), abs=1e-6)
+    assert stats == pytest.approx(vldac.add_advantages(of_steps, last_values, args), abs=1e-5)
     assert [step.ret.item() for step in of_tokens] == [step.ret for step in of_steps]
     normalised = [step.advantage.item() for step in of_tokens]
-    assert normalised == pytest.approx([step.advantage for step in of_steps], abs=1e-6)
+    assert normalised == pytest.approx([step.advantage for step in of_steps], abs=1e-5)
 
 
 def test_a_token_s_value_is_of_the_state_before_it(model):
     """V_{t,0} is VL-DAC's V(s_t); what follows a token does not change its value."""
-    policy = critic.TokenCritic(options(model))
+    policy = critic.TokenCritic(options(model, dtype="float64"))
     prompts = some_prompts(policy, [1, 2])
     responses = [torch.tensor([100, 101, 102]), torch.tensor([103])]
     logprobs, mask, values = policy(prompts, responses)
     expected = vldac.VLMPolicy.forward(policy, prompts, responses)
     for found, other in zip((logprobs, mask, values[:, 0]), expected, strict=True):
-        torch.testing.assert_close(found, other)
+        torch.testing.assert_close(found, other, **NEARLY)
     for b, response in enumerate(responses):
         for i in range(len(response) + 1):
             _, _, shorter = policy([prompts[b]], [response[:i]])
-            torch.testing.assert_close(values[b, i], shorter[0, -1], atol=1e-5, rtol=0)
+            torch.testing.assert_close(values[b, i], shorter[0, -1], **NEARLY)
     assert torch.cat([values[0], values[1, :2]]).unique().numel() == 6
     values.sum().backward()
     assert all(parameter.grad is None for parameter in policy.lora_parameters())
@@ -288,7 +289,8 @@ def test_the_losses_of_tokens():
 def test_an_update_of_tokens_steps_along_equation_6(stop_grad, warmup, model, monkeypatch):
     """Six steps in micro-batches of four and two have the gradient of one batch."""
     monkeypatch.setattr(vldac, "losses", critic.losses)
-    policy = make_policy(model, cls=critic.TokenCritic, stop_grad=stop_grad, value_hidden=[])
+    changes = {"value_hidden": [], "dtype": "float64"}
+    policy = make_policy(model, cls=critic.TokenCritic, stop_grad=stop_grad, **changes)
     minibatches = some_minibatches(policy, micro_batch_size=4)
     micro = [*minibatches[0][0], *minibatches[0][1]]
     for step in micro:
@@ -309,8 +311,8 @@ def test_an_update_of_tokens_steps_along_equation_6(stop_grad, warmup, model, mo
     assert logged["value_loss"] == pytest.approx(v_loss.item(), abs=1e-5)
     groups = policy.lora_parameters(), policy.value_head.parameters()
     for group, gradient in zip(groups, expected, strict=True):
-        applied = [torch.zeros(p.shape) if p.grad is None else p.grad for p in group]
-        torch.testing.assert_close(torch.cat([x.flatten() for x in applied]), gradient, atol=1e-5, rtol=1e-3)
+        applied = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+        torch.testing.assert_close(torch.cat([x.flatten() for x in applied]), gradient, **NEARLY)
 
 
 def test_runs_of_other_critics(model, tmp_path):
@@ -400,13 +402,23 @@ def write_runs(tmp_path) -> list[str]:
         rows[-1] |= {"eval/success_rate": 0.9, "eval/invalid_action_rate": 0.125}
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         options = {"env": world, "seed": int(seed), "num_envs": 2, "num_steps": 5, "total_timesteps": 40}
         (folder / "args.json").write_text(json.dumps(options))
         if len(rows) == 5:
             (folder / "adapter").mkdir()
         folders.append(str(folder))
     return folders
+
+
+def test_a_row_that_is_half_written_is_not_read(tmp_path):
+    """Of a run that goes on, or that was killed."""
+    folder = write_runs(tmp_path)[0]
+    rows, options = plot.load_log(folder)
+    assert len(rows) == 5 and options["env"] == "NumberLine"
+    with open(f"{folder}/log.jsonl", "a") as log:
+        log.write('{"update": 5, "global_st')
+    assert plot.load_log(folder) == (rows, options)
 
 
 def test_learning_curves(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ import json
 import os
 import random
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def play(args, count, seed) -> list[Example]:
     """States that a player meets who half of the time follows the hint, if there is one."""
     rng = random.Random(seed)
     share = HINT_SHARE.get(args.env, 0.25)
-    players = [vldac.Player(args) for _ in range(min(16, args.num_envs))]
+    players = [vldac.Player(args) for _ in range(args.num_envs)]
     for player in players:
         player.reset(rng.randrange(2**30, 2**31))
     examples = []
@@ -242,6 +243,7 @@ def cached_folder(args) -> Path:
 
 def main(options):
     options = json.loads(options)
+    options["num_envs"] = min(16, options["num_envs"])  # more would collect the examples no faster
     args = vldac.Args(**{name: options[name] for name in OPTIONS}, model="tiny", device="cpu")
     folder = cached_folder(args)
     if not folder.exists():
@@ -250,11 +252,16 @@ def main(options):
             teach(args, building, count=200, steps=150, rounds=1)
         else:
             teach(args, building)
-        if not folder.exists():  # another process may have been first
+        try:
             building.rename(folder)
+        except OSError:  # another process, which taught the same toy, was first
+            shutil.rmtree(building)
     print(folder)
 
 
 if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()  # of its shards, of which it has one
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except envs.UserError as error:  # of a world, in a later step than those that are checked
+        envs.exit_with(error)
