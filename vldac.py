@@ -100,7 +100,7 @@ class Args:
     model: str | None = None  # hub name, folder or "tiny", the toy; default: Qwen2-VL-7B with CUDA, else tiny
     adapter: str | None = None  # folder of a trained adapter to start from, with a new value head
     split: Literal["train", "eval"] = "train"  # which games or goals, in worlds that have a fixed set of them
-    seed: int = 0
+    seed: int = 0  # of the new weights, of the episodes, and of what is sampled
     device: str | None = None  # default: cuda where there is one, else cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the base; auto: bfloat16 on a GPU that has it
     # rollout
@@ -111,18 +111,18 @@ class Args:
     invalid_reward: float | None = None  # for a response without admissible action; default: the world's own
     num_images: int = 4  # newest frames in the prompt
     max_image_tokens: int = 256  # at most, per frame; some models have their own number, or a larger minimum
-    temperature: float = 1.0
-    max_new_tokens: int = 256
+    temperature: float = 1.0  # of sampling, and so of scoring
+    max_new_tokens: int = 256  # of a response, at most
     # update
     minibatch_size: int = 128  # environment steps per optimizer step, of all processes
     micro_batch_size: int = 8  # environment steps per forward pass that scores or trains; fewer save memory
-    update_epochs: int = 2
+    update_epochs: int = 2  # passes over a rollout
     value_warmup: int = 2  # updates that train only the value head
-    learning_rate: float = 5e-5
-    final_learning_rate: float = 1e-7
+    learning_rate: float = 5e-5  # of the first update
+    final_learning_rate: float = 1e-7  # of the last one; between them it falls along a cosine
     gamma: float = 0.99  # in card games 1
     gae_lambda: float = 0.95  # in card games 1
-    clip_coef: float = 0.1
+    clip_coef: float = 0.1  # epsilon, of a token's ratio
     vf_coef: float = 0.15  # alpha
     kl_coef: float = 0.05  # beta
     kl_ref: Literal["base", "old"] = "base"  # the model without its adapter, or the sampling policy
@@ -136,8 +136,8 @@ class Args:
     # the run
     eval_episodes: int = 50  # sampled on fixed seeds, before training and after; 0: none
     eval_every: int = 0  # updates between further evaluations, each of which keeps an adapter-STEPS/
-    run_name: str | None = None
-    runs_dir: str = "runs"
+    run_name: str | None = None  # default: of world, model and seed
+    runs_dir: str = "runs"  # folder of the runs' folders
     resume: str | None = None  # the folder of a run to continue
     track: bool = False  # send the scalars of the log to Weights & Biases too
 
