@@ -1063,14 +1063,16 @@ def traced(seed, actions):
 
 def first_step(env, seed, action=None):
     """What an episode shows and pays in its first step, that of an admissible action or of another."""
+    hint = env.hint if isinstance(env, Checked) else lambda: None  # which is checked, too
     with traced(seed, []):
         first, info = env.reset(seed=seed)
-        if isinstance(env, Checked):
-            env.hint()  # it must be admissible
+        hint()
     if action is None:
         action = random_action(info["actions"], info["task"], random.Random(seed))
     with traced(seed, [action]):
-        second, reward, *_ = env.step(action)
+        second, reward, terminated, truncated, _ = env.step(action)
+        if not (terminated or truncated):
+            hint()
     texts = info["task"], first["text"], second["text"]
     return texts, first["image"].tobytes(), second["image"].tobytes(), reward
 

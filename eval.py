@@ -9,8 +9,8 @@
 
 All but the last play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
 trains, and write to --out FILE. --mode greedy takes the likeliest tokens. Of a run, which may be one of
-another algorithm in extras/ too, an evaluation changes only the episodes and their speed: --help has those
-options. To look at a run: extras/page.py; curves of runs: extras/plot.py; tables of them: study/report.py.
+another algorithm in extras/ too, only what concerns the episodes and their speed can be changed: --help has
+those options. To look at a run: extras/page.py; curves: extras/plot.py; tables: study/report.py.
 """
 
 import dataclasses
@@ -34,7 +34,9 @@ from envs import UserError, check, exit_with
 class Args(vldac.Args):
     """The options of vldac.py, and three of an evaluation."""
 
+    adapter: str | None = None  # folder of the adapter to evaluate; of a run, instead of its checkpoint
     split: Literal["train", "eval"] = "eval"
+    seed: int = 0  # of what is sampled
     episodes: int = 200  # on seeds 0, 1, 2, ...
     mode: Literal["sampled", "greedy"] = "sampled"  # greedy: the likeliest tokens
     out: str | None = None  # file of the result
@@ -183,17 +185,23 @@ def compare(path_a, path_b) -> str:
 # --------------------------------------------------------------------------------------------- the program
 
 
-# What an evaluation may change of a run: its episodes and their speed.
-EPISODES = "env split max_episode_steps invalid_reward adapter temperature max_new_tokens seed episodes"
-EPISODES += " mode out num_envs micro_batch_size device dtype"
-# Without a run, what a prompt shows, too.
-PROMPT = "model num_images max_image_tokens"
+# What an evaluation may change of a run: the episodes and their speed. All else is the run's own.
+RUN_OPTIONS = "episodes mode seed out env split max_episode_steps invalid_reward adapter temperature".split()
+RUN_OPTIONS += "max_new_tokens num_envs micro_batch_size device dtype".split()
+# Of a model or a scripted player, what else a run would say.
+MODEL_OPTIONS = [*RUN_OPTIONS, "model", "num_images", "max_image_tokens"]
 
 
-def check_typed(argv, names):
-    """UserError if another option is typed than these: it would have no effect, or a wrong one."""
+def check_allowed(argv, allowed):
+    """UserError if an option is typed that an evaluation does not have; --help tells those that it has."""
+    if {"-h", "--help"} & set(argv):
+        texts = vldac.option_help(Args)
+        print("options of an evaluation\n")
+        for name in allowed:
+            print(f"    --{name:18} {texts[name]}")
+        raise SystemExit(0)
     for name in vldac.typed_options(argv, Args):
-        check(name in names.split(), f"--{name} has no place in an evaluation: it takes {names}")
+        check(name in allowed, f"--{name} is no option of an evaluation: these are --{', --'.join(allowed)}")
 
 
 def options_of_run(command, folder, argv, episodes=200):
@@ -201,7 +209,7 @@ def options_of_run(command, folder, argv, episodes=200):
 
     What is typed wins over the options of the run.
     """
-    check_typed(argv, EPISODES)
+    check_allowed(argv, RUN_OPTIONS)
     saved = dataclasses.replace(vldac.load_args(folder, Args), split="eval", episodes=episodes)
     args = vldac.parse_args(argv, Args, program="eval", defaults=vars(saved))
     if command == "start" or args.adapter != saved.adapter:
@@ -226,20 +234,18 @@ def write_result(result, args, folder):
 def main(argv=None):
     try:
         match sys.argv[1:] if argv is None else argv:
-            case [*_, "--help" | "-h"]:
-                print(f"{__doc__}\nOptions, the last three only where there is no run:\n")
-                comments = vldac.option_comments(Args)
-                for name in [*EPISODES.split(), *PROMPT.split()]:
-                    print(f"    --{name:18} {comments[name]}".rstrip())
             case ["run" | "start" as command, folder, *options]:
                 args, checkpoint = options_of_run(command, Path(folder), options)
                 write_result(make_result(command, args, checkpoint), args, Path(folder, "eval"))
             case ["model" | "random" | "hint" as command, *options]:
-                check_typed(options, f"{EPISODES} {PROMPT}")
+                check_allowed(options, MODEL_OPTIONS)
                 args = vldac.parse_args(options, Args, program="eval")
                 write_result(make_result(command, args), args, Path("results"))
             case ["compare", a, b]:
                 print(compare(a, b))
+            case ["-h" | "--help"]:
+                print(__doc__)
+                check_allowed(["--help"], MODEL_OPTIONS)
             case _:
                 print(__doc__)
                 raise SystemExit(2)

@@ -120,16 +120,16 @@ class Args:
     value_warmup: int = 2  # updates that train only the value head
     learning_rate: float = 5e-5  # of the first update
     final_learning_rate: float = 1e-7  # of the last one; between them it falls along a cosine
-    gamma: float = 0.99  # in card games 1
-    gae_lambda: float = 0.95  # in card games 1
+    gamma: float = 0.99  # discount per environment step; in card games 1
+    gae_lambda: float = 0.95  # lambda of GAE; in card games 1
     clip_coef: float = 0.1  # epsilon, of a token's ratio
-    vf_coef: float = 0.15  # alpha
-    kl_coef: float = 0.05  # beta
+    vf_coef: float = 0.15  # alpha, the weight of the value loss
+    kl_coef: float = 0.05  # beta, the weight of the KL loss
     kl_ref: Literal["base", "old"] = "base"  # the model without its adapter, or the sampling policy
     max_grad_norm: float = 1.0  # of LoRA and of the value head, separately
     stop_grad: bool = True  # false: the value loss trains LoRA too
     # model
-    lora_rank: int = 16
+    lora_rank: int = 16  # of the adapters' matrices
     lora_alpha: int = 32  # not the alpha of Eq. 6; PEFT multiplies the adapter by lora_alpha / lora_rank
     value_hidden: list[int] = field(default_factory=lambda: [3072, 2048])  # widths in the value head
     gradient_checkpointing: bool = False  # slower, but saves most of the memory for activations
@@ -175,7 +175,7 @@ def build_prompt(text, actions, task, taken, left) -> str:
     # The released prompt repeats frames, and gives their number as the number of actions.
     names = [json.dumps(action, ensure_ascii=False) for action in actions]  # as the answer must spell them
     lines = [
-        f"Task: {task.rstrip('.')}.",
+        f"Task: {task.rstrip(' .')}.",
         text,
         f"Actions taken: {taken}. Actions left: {left}.",
         "Admissible actions: " + ", ".join(names) + ".",
@@ -190,22 +190,22 @@ NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}(?=[ \t\r\n]*[,}])")
 SEARCH = re.compile(r"search(\[(?=.*\w)[^\[\]]{1,100}\])", re.IGNORECASE)  # with a letter, digit or _
 
 
-def composed(text) -> str:
-    """With one code point for an accented letter (NFC), as some tokenizers, Qwen2's too, write them."""
+def nfc(text) -> str:
+    """Each accented letter as one code point, as Qwen2's tokenizer writes it."""
     return unicodedata.normalize("NFC", text)
 
 
-def loosely(text) -> str:
-    """Without what does not matter in an answer: case and outer spaces."""
-    return composed(text).strip().casefold()
+def folded(text) -> str:
+    """In small letters, without outer spaces."""
+    return nfc(text).strip().casefold()
 
 
 def parse_action(text: str, actions) -> str | None:
     """The admissible action a response names, or None. Never evaluates, guesses or raises.
 
-    The last "action" key counts. The JSON string or number after it must equal an action. If none is equal
-    as it is, Unicode's form of its letters is ignored, then case and outer spaces too; it is None if two
-    actions are then equal. "search[...]" is not an action itself, but stands for any short search[words].
+    The last "action" key counts. The JSON string or number after it must equal an action. If none is equal,
+    Unicode's two ways to write an accent are, then case and outer spaces are ignored, unless that makes two
+    actions equal. "search[...]" is not an action itself, but stands for any short search[words].
 
     >>> parse_action('{"thoughts": "it is close", "action": "Move forward "}', ["turn left", "move forward"])
     'move forward'
@@ -229,7 +229,7 @@ def parse_action(text: str, actions) -> str | None:
     if "search[...]" in actions and value.strip().casefold().startswith("search["):
         search = SEARCH.fullmatch(value.strip())
         return "search" + search[1] if search and search[1].isprintable() else None
-    for form in (str, composed, loosely):
+    for form in (str, nfc, folded):
         same = {action for action in actions if form(action) == form(value)}
         if same:
             return same.pop() if len(same) == 1 else None
@@ -837,6 +837,7 @@ def train(args: Args, folder: Path):
         times = {"collect": collected - start, "score": scored - collected, "update": updated - scored}
         row |= log_row(policy, steps, stats, times, recent if all_have_ended else [])
         row["charts/learning_rate"] = rate
+        del steps, minibatches, last_prompts  # their pixels are large; the next ones need the memory
         last = u == num_updates
         between = args.eval_every and u % args.eval_every == 0 and eval_players
         if last or between:
@@ -845,7 +846,6 @@ def train(args: Args, folder: Path):
         write_row(folder, row, args)
         # Last: a run that is killed earlier repeats this update.
         save_checkpoint(folder, policy, optimizer, players, update=u, recent=recent)
-        del steps, minibatches, last_prompts  # or the next rollout's pixels would lie beside these
 
 
 # ================= VL-DAC ends here, but for Deviations 16 and 17. The rest is what any training program has.
@@ -919,13 +919,17 @@ def check_frames(path, processor, placeholders):
 
 def check_weights(path):
     """UserError if a model's folder lacks a file of weights. Those of the hub are downloaded later."""
-    files = set(os.listdir(path)) if os.path.isdir(path) else {"model.safetensors"}
-    if files & {"model.safetensors", "pytorch_model.bin"}:
+    if not os.path.isdir(path):
         return
-    shards = {"model.safetensors"}
-    for index in Path(path).glob("*.index.json"):
-        shards = set(json.loads(index.read_text())["weight_map"].values())
-    missing = min(shards - files, default=None)
+    files = set(os.listdir(path))
+    needed = {"model.safetensors"}
+    for name in ("pytorch_model.bin", "model.safetensors"):  # the second one is preferred
+        if name in files:
+            needed = {name}
+        elif f"{name}.index.json" in files:
+            index = json.loads(Path(path, f"{name}.index.json").read_text())
+            needed = set(index["weight_map"].values())  # shards
+    missing = min(needed - files, default=None)
     check(missing is None, f"--model {path} is not complete: it has no {missing}")
 
 
@@ -967,7 +971,7 @@ def add_lora(vlm, args: Args) -> PeftModel:
     if args.adapter:
         lora = LoraConfig.from_pretrained(args.adapter)
         lora.inference_mode = False  # it is trained on
-        lora.base_model_name_or_path = None  # the folder in which its base was then
+        lora.base_model_name_or_path = None  # PEFT would warn where the base has another folder now
     else:
         # Deviation 16: LoRA on all linear layers of the language model, but a mixture of experts' routers.
         # The released code's names also match parts of some vision towers.
@@ -983,9 +987,7 @@ def add_lora(vlm, args: Args) -> PeftModel:
         lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=pattern)
     model = get_peft_model(vlm, lora)
     if args.adapter:
-        loaded = model.load_adapter(args.adapter, "default", is_trainable=True, ignore_mismatched_sizes=True)
-        wrong = min(loaded.missing_keys + loaded.unexpected_keys, default=None)
-        check(wrong is None, f"--adapter {args.adapter} does not fit {args.model}: {wrong}")
+        load_adapter(model, args)
     for module in vlm.modules():
         # Deviation 17: no dropout, or the ratio would not be 1 before anything is learned.
         if isinstance(module, nn.Dropout):
@@ -999,6 +1001,17 @@ def add_lora(vlm, args: Args) -> PeftModel:
         # Else inputs would require gradients, and the frozen vision tower would be backpropagated.
         vlm.disable_input_require_grads()
     return model
+
+
+def load_adapter(model, args: Args):
+    """Give the model the weights of --adapter. UserError unless these are just the model's."""
+    problem = f"--adapter {args.adapter} does not fit --model {args.model}"
+    try:
+        loaded = model.load_adapter(args.adapter, "default", is_trainable=True, torch_device="cpu")
+    except RuntimeError as error:  # of the sizes
+        raise UserError(f"{problem}: {' '.join(str(error).split())[:300]}") from None
+    check(not loaded.missing_keys, f"{problem}: it has no {loaded.missing_keys[:1]}")
+    check(not loaded.unexpected_keys, f"{problem}: it also has {loaded.unexpected_keys[:1]}")
 
 
 def check_adapter(args: Args):
@@ -1029,7 +1042,7 @@ def lora_as_products(vlm):
 
 
 def end_ids(vlm, tokenizer) -> list[int]:
-    """The ids that end a response: the checkpoint's, where alone Gemma 3's is, and the tokenizer's."""
+    """The ids that end a response: those of the checkpoint (Gemma 3's is only there), and the tokenizer's."""
     ids = vlm.generation_config.eos_token_id
     ids = ids if isinstance(ids, list) else [ids]
     return sorted({*ids, tokenizer.eos_token_id} - {None})
@@ -1354,23 +1367,27 @@ def load_args(folder, args_class=Args, program=None) -> Args:
     return args
 
 
-def option_comments(args_class) -> dict[str, str]:
-    """The comment behind each option, in the source of the class and of those that it extends."""
-    comments = {}
+def option_help(args_class) -> dict[str, str]:
+    """What --help says of each option: its comment in the source of its class, and its default."""
+    comments, texts = {}, {}
     for cls in reversed(args_class.__mro__[:-1]):  # the last one is object
-        lines = re.findall(r"^    (\w+): [^#\n]*(?:# (.*))?$", inspect.getsource(cls), re.M)
-        comments |= {name: comment or comments.get(name, "") for name, comment in lines}
-    return comments
+        comments |= dict(re.findall(r"^    (\w+): [^#\n]*# (.*)$", inspect.getsource(cls), re.M))
+    for option in dataclasses.fields(args_class):
+        has_factory = option.default_factory is not dataclasses.MISSING
+        default = option.default_factory() if has_factory else option.default
+        parts = [comments.get(option.name), None if default is None else f"default: {default}"]
+        texts[option.name] = "; ".join(filter(None, parts))
+    return texts
 
 
 def typed_options(argv, args_class) -> dict:
     """The options that are typed, and no others, by name."""
     note = "The toy and some worlds have other defaults. More on the options: docs/guide.md."
     parser = HfArgumentParser(args_class, usage="%(prog)s [options]", epilog=note, allow_abbrev=False)
-    comments = option_comments(args_class)
+    argv = sys.argv[1:] if argv is None else argv
+    texts = option_help(args_class) if {"-h", "--help"} & set(argv) else {}
     for action in parser._actions:
-        default = "" if action.default is None else f"default: {action.default}"
-        action.help = action.help or "; ".join(filter(None, [comments[action.dest], default]))
+        action.help = action.help or texts.get(action.dest, "").replace("%", "%%")
         action.default = argparse.SUPPRESS  # what is not typed is not in the result
     return vars(parser.parse_args(argv))
 
@@ -1433,7 +1450,9 @@ def check_training(args: Args):
     if args.model == "tiny":
         check(not args.adapter, "a toy is taught for its run: --adapter needs that run's base/ as --model")
     else:
-        load_processor(args.model, args.max_image_tokens)  # these raise before there is a folder
+        load_processor(
+            args.model, args.max_image_tokens
+        )  # if the model will not do, before there is a folder
         if args.adapter:
             check_adapter(args)
 
@@ -1443,13 +1462,14 @@ def check_training(args: Args):
 
 def make_folder(parent: Path, name) -> Path:
     """A new folder of this name, or, if it is taken, with -2, -3 ... after it."""
-    for number in itertools.count(1):
-        folder = parent / (name if number == 1 else f"{name}-{number}")
+    folder = parent / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(2):
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
-        except FileExistsError:  # also by a program that has started at the same time
-            continue
+        except FileExistsError:  # perhaps by a program that has started at the same time
+            folder = parent / f"{name}-{number}"
 
 
 def new_run(args: Args, program) -> Path:
@@ -1462,8 +1482,7 @@ def new_run(args: Args, program) -> Path:
         check(script.exists(), f"the toy model needs {script}; without it, give a --model")
         command = [sys.executable, str(script), json.dumps(vars(args))]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise SystemExit(done.returncode)  # it has said why
+        check(done.returncode == 0, f"there is no toy: {script} ended with status {done.returncode}")
         toy = done.stdout.splitlines()[-1]
     elif os.path.isdir(args.model):
         args.model = os.path.abspath(args.model)  # the run may be resumed from another folder

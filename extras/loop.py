@@ -30,7 +30,7 @@ from envs import UserError  # noqa: E402
 class Args(vldac.Args):
     """The options of vldac.py, and one more."""
 
-    group_size: int = 4  # K
+    group_size: int = 4  # K, the episodes from one start
     vf_coef: float = 0.0  # there is no critic
 
     def __post_init__(self):
@@ -157,6 +157,7 @@ def train(args, folder):
         times = {"collect": collected - start, "score": scored - collected, "update": updated - scored}
         row |= vldac.log_row(policy, steps, stats, times, recent)
         row["charts/learning_rate"] = rate
+        del episodes, steps, minibatches  # their pixels are large; the next ones need the memory
         last = played + unit > args.total_timesteps
         between = args.eval_every and u % args.eval_every == 0 and eval_players
         if last or between:

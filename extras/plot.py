@@ -26,9 +26,11 @@ def load_log(folder):
     try:
         lines = Path(folder, "log.jsonl").read_text().splitlines(keepends=True)
         rows = [json.loads(line) for line in lines if line.endswith("\n")]  # else it is half written
-        return rows, json.loads(Path(folder, "args.json").read_text())
+        options = json.loads(Path(folder, "args.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is not the folder of a run: {error}") from None
+    check(rows, f"{folder} has logged nothing yet")
+    return rows, options
 
 
 @dataclass

@@ -343,6 +343,7 @@ def test_an_animation_shows_every_step_and_the_end(toy_run, tmp_path, capsys):
         assert gif.n_frames == 2 and gif.width == 860  # an episode is one step; before and after
     main = lambda words: film.main(*words)  # noqa: E731
     assert "it takes no --adapter" in refused([folder, "--adapter", folder / "adapter"], capsys, main)
+    assert "--gamma is no option of an evaluation" in refused([folder, "--gamma", 1], capsys, main)
 
 
 def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path, monkeypatch, capsys):
@@ -360,6 +361,7 @@ def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path, monkeypat
     assert max(sizes) == 8 and sum(sizes) >= 40  # also where 40 players act at once
     no_critic = refused([folder, "--adapter", folder / "adapter"], capsys, pages.main)
     assert "it takes no --adapter" in no_critic
+    assert "--gamma is no option of an evaluation" in refused([folder, "--gamma", 1], capsys, pages.main)
     page = out.read_text(encoding="utf-8")
     assert "http" not in page and page.count("<svg") == len(pages.CHARTS)  # it needs no other file
     assert page.count('class="bad"') == page.count("(no admissible action)") > 0
@@ -419,6 +421,9 @@ def test_a_row_that_is_half_written_is_not_read(tmp_path):
     with open(f"{folder}/log.jsonl", "a") as log:
         log.write('{"update": 5, "global_st')
     assert plot.load_log(folder) == (rows, options)
+    Path(folder, "log.jsonl").write_text('{"update": 0, "global_st')
+    with pytest.raises(vldac.UserError, match="has logged nothing yet"):
+        plot.load_log(folder)
 
 
 def test_learning_curves(tmp_path, monkeypatch):

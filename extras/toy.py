@@ -256,6 +256,8 @@ def main(options):
             building.rename(folder)
         except OSError:  # another process, which taught the same toy, was first
             shutil.rmtree(building)
+            if not folder.exists():
+                raise
     print(folder)
 
 
