@@ -918,19 +918,11 @@ def check_frames(path, processor, placeholders):
 
 
 def check_weights(path):
-    """UserError if a model's folder lacks a file of weights. Those of the hub are downloaded later."""
-    if not os.path.isdir(path):
-        return
-    files = set(os.listdir(path))
-    needed = {"model.safetensors"}
-    for name in ("pytorch_model.bin", "model.safetensors"):  # the second one is preferred
-        if name in files:
-            needed = {name}
-        elif f"{name}.index.json" in files:
-            index = json.loads(Path(path, f"{name}.index.json").read_text())
-            needed = set(index["weight_map"].values())  # shards
-    missing = min(needed - files, default=None)
-    check(missing is None, f"--model {path} is not complete: it has no {missing}")
+    """UserError if a model's folder lacks a shard of the weights. The hub's are downloaded later."""
+    index = Path(path, "model.safetensors.index.json")
+    shards = json.loads(index.read_text())["weight_map"].values() if index.exists() else []
+    for shard in sorted(set(shards)):
+        check(Path(path, shard).exists(), f"--model {path} is not complete: it has no {shard}")
 
 
 def load_vlm(args: Args):
