@@ -1063,16 +1063,17 @@ def traced(seed, actions):
 
 def first_step(env, seed, action=None):
     """What an episode shows and pays in its first step, that of an admissible action or of another."""
-    hint = env.hint if isinstance(env, Checked) else lambda: None  # which is checked, too
+    checked = isinstance(env, Checked)  # its hints are checked, too
     with traced(seed, []):
         first, info = env.reset(seed=seed)
-        hint()
+        if checked:
+            env.hint()
     if action is None:
         action = random_action(info["actions"], info["task"], random.Random(seed))
     with traced(seed, [action]):
         second, reward, terminated, truncated, _ = env.step(action)
-        if not (terminated or truncated):
-            hint()
+        if checked and not (terminated or truncated):
+            env.hint()
     texts = info["task"], first["text"], second["text"]
     return texts, first["image"].tobytes(), second["image"].tobytes(), reward
 

@@ -32,7 +32,7 @@ from envs import UserError, check, exit_with
 
 @dataclass
 class Args(vldac.Args):
-    """The options of vldac.py, and three of an evaluation."""
+    """The options of vldac.py, two with another meaning, and three of an evaluation."""
 
     adapter: str | None = None  # folder of the adapter to evaluate; of a run, instead of its checkpoint
     split: Literal["train", "eval"] = "eval"

@@ -2214,10 +2214,10 @@ def test_what_is_not_admissible_costs_a_step_and_ends_in_time(name, action):
 
 
 @pytest.mark.parametrize("name, seeds, lowest, highest", [
-    pytest.param("Hallway", 20, 1, 1, marks=needs_opengl),
-    pytest.param("OneRoom", 20, 1, 1, marks=needs_opengl),
-    ("EZPoints", 60, 1, 1),
-    ("Points24", 30, 0.6, 0.9),  # about 73 % of the deals have a solution
+    pytest.param("Hallway", 40, 1, 1, marks=needs_opengl),
+    pytest.param("OneRoom", 40, 1, 1, marks=needs_opengl),
+    ("EZPoints", 200, 1, 1),
+    ("Points24", 50, 0.6, 0.9),  # about 73 % of the deals have a solution
     ("Blackjack", 400, 0.36, 0.5),  # basic strategy: 0.43
 ])  # fmt: skip
 def test_the_hints_win_what_can_be_won(name, seeds, lowest, highest):

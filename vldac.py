@@ -203,9 +203,10 @@ def folded(text) -> str:
 def parse_action(text: str, actions) -> str | None:
     """The admissible action a response names, or None. Never evaluates, guesses or raises.
 
-    The last "action" key counts. The JSON string or number after it must equal an action. If none is equal,
-    Unicode's two ways to write an accent are, then case and outer spaces are ignored, unless that makes two
-    actions equal. "search[...]" is not an action itself, but stands for any short search[words].
+    The last "action" key counts. The JSON string or number after it must equal an action. If it equals none,
+    it does not matter how Unicode writes an accented letter, and then neither do case and outer spaces,
+    unless two actions are then equal. "search[...]" is not an action itself, but stands for any short
+    search[words].
 
     >>> parse_action('{"thoughts": "it is close", "action": "Move forward "}', ["turn left", "move forward"])
     'move forward'
@@ -1377,6 +1378,7 @@ def typed_options(argv, args_class) -> dict:
     note = "The toy and some worlds have other defaults. More on the options: docs/guide.md."
     parser = HfArgumentParser(args_class, usage="%(prog)s [options]", epilog=note, allow_abbrev=False)
     argv = sys.argv[1:] if argv is None else argv
+    # Only if it is asked for: a class that was not read from a file has no source.
     texts = option_help(args_class) if {"-h", "--help"} & set(argv) else {}
     for action in parser._actions:
         action.help = action.help or texts.get(action.dest, "").replace("%", "%%")
@@ -1442,9 +1444,8 @@ def check_training(args: Args):
     if args.model == "tiny":
         check(not args.adapter, "a toy is taught for its run: --adapter needs that run's base/ as --model")
     else:
-        load_processor(
-            args.model, args.max_image_tokens
-        )  # if the model will not do, before there is a folder
+        # What is wrong with a model or an adapter is said before there is a folder.
+        load_processor(args.model, args.max_image_tokens)
         if args.adapter:
             check_adapter(args)
 

@@ -243,7 +243,7 @@ def cached_folder(args) -> Path:
 
 def main(options):
     options = json.loads(options)
-    options["num_envs"] = min(16, options["num_envs"])  # more would collect the examples no faster
+    options["num_envs"] = min(16, options["num_envs"])  # of more the first 16 play: it is the same toy
     args = vldac.Args(**{name: options[name] for name in OPTIONS}, model="tiny", device="cpu")
     folder = cached_folder(args)
     if not folder.exists():
