@@ -4,7 +4,7 @@
     python eval.py start runs/NAME                     what it started from, on the same episodes
     python eval.py model --env OneRoom --model MODEL   any model; with an adapter: --adapter FOLDER
     python eval.py random --env OneRoom                random actions: the floor
-    python eval.py hint --env OneRoom                  the world's hints: a scripted player
+    python eval.py hint --env OneRoom                  the world's hints: a scripted policy
     python eval.py compare A.json B.json               paired difference of two results, exact McNemar test
 
 All but the last play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
@@ -58,7 +58,7 @@ def wilson(successes, n, z=1.96):
 
 
 def mcnemar(won, lost):
-    """Exact two-sided p of the hypothesis that two players succeed equally often on the same seeds.
+    """Exact two-sided p of the hypothesis that two policies succeed equally often on the same seeds.
 
     won, lost  seeds on which only the second succeeds, and only the first. Only these count: under the
     hypothesis each is a fair coin (McNemar 1947).
@@ -74,7 +74,7 @@ def result_line(result) -> str:
     """A result in a line.
 
     >>> episodes = [{"seed": 0, "success": True, "return": 1.0, "length": 4, "invalid": 1}] * 2
-    >>> result = {"player": "start", "mode": "greedy", "task": {"env": "OneRoom"}, "episodes": episodes}
+    >>> result = {"command": "start", "mode": "greedy", "task": {"env": "OneRoom"}, "episodes": episodes}
     >>> result_line(result | {"summary": vldac.summary(episodes)})
     'OneRoom, start, greedy, 2 episodes: success 1.000 (0.342-1.000), return 1.000, length 4.0'
     """
@@ -85,18 +85,18 @@ def result_line(result) -> str:
     if rate is not None:
         low, high = wilson(rate * n, n)
         success = f"success {rate:.3f} ({low:.3f}-{high:.3f})"
-    player = ", ".join(filter(None, [result["player"], result["mode"]]))
+    who = ", ".join(filter(None, [result["command"], result["mode"]]))
     return (
-        f"{result['task']['env']}, {player}, {n} episodes: {success}, "
+        f"{result['task']['env']}, {who}, {n} episodes: {success}, "
         f"return {summary['episodic_return']:.3f}, length {summary['episodic_length']:.1f}"
     )
 
 
-# --------------------------------------------------------------------------------------------- the players
+# -------------------------------------------------------------------------------------------- the episodes
 
 
 def scripted(command):
-    """A step like `vldac.act`, for a player without a model: random actions, or the world's hints."""
+    """A step like `vldac.act`, without a model: random actions, or the world's hints."""
 
     def play(_, players):
         steps = []
@@ -126,7 +126,7 @@ def make_result(command, args, checkpoint=None) -> dict:
     toy_of_no_run = command == "model" and args.model == "tiny"
     check(not toy_of_no_run, "a toy belongs to a run: eval.py start runs/NAME, or give a --model")
     envs.check_world(vldac.Player(args).env)
-    result = {"player": command, "mode": None, "model": None, "weights": None, "seed": args.seed}
+    result = {"command": command, "mode": None, "model": None, "weights": None, "seed": args.seed}
     if command in ("random", "hint"):
         play, policy = scripted(command), None
     else:
@@ -188,7 +188,7 @@ def compare(path_a, path_b) -> str:
 # What an evaluation may change of a run: the episodes and their speed. All else is the run's own.
 RUN_OPTIONS = "episodes mode seed out env split max_episode_steps invalid_reward adapter temperature".split()
 RUN_OPTIONS += "max_new_tokens num_envs micro_batch_size device dtype".split()
-# Of a model or a scripted player, what else a run would say.
+# Of a model or a scripted policy, what else a run would say.
 MODEL_OPTIONS = [*RUN_OPTIONS, "model", "num_images", "max_image_tokens"]
 
 
@@ -221,10 +221,10 @@ def options_of_run(command, folder, argv, episodes=200):
 
 def write_result(result, args, folder):
     """Write a result, and print it in a line."""
-    player = args.model if result["player"] == "model" else result["player"]
+    who = args.model if result["command"] == "model" else result["command"]
     adapter = args.adapter if result["weights"] == args.adapter else None  # else they are of a checkpoint
     split = args.split if args.split != "eval" else None
-    name = "-".join(filter(None, [args.env, split, player, adapter, result["mode"], str(args.episodes)]))
+    name = "-".join(filter(None, [args.env, split, who, adapter, result["mode"], str(args.episodes)]))
     out = Path(args.out or folder / (re.sub(r"[^\w.-]+", "-", name) + ".json"))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result) + "\n", encoding="utf-8")

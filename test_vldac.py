@@ -8,7 +8,6 @@
     the prompt and the parser        what can be copied is parsed, and hostile text does no harm
     a whole run                      its folder, its log, its evaluations
     stopping and resuming            killed, full disk, NaN: bit for bit as if it had not been
-    several processes                two of four have the gradient of one of eight
     the options, the toy, evaluation
     the worlds                       MiniWorld and the cards; other people's; ALFWorld and WebShop for real
     the pages                        their programs, commands, links and tables
@@ -36,7 +35,6 @@ import re
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -376,48 +374,6 @@ def test_lora_is_on_the_language_model_only(policy):
     assert set(plain.targeted_module_names) == expected
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lora_as_products_is_peft_s_to_the_bit(family, dtype, model_folder):
-    """Log-probabilities and gradients of all its weights; with the adapter switched off too."""
-    policy = make_policy(model_folder(family), dtype=dtype, max_image_tokens=16, lora_rank=16)
-    prompts = some_prompts(policy, [1, 2])
-    responses = [torch.tensor([60, 61, 62]), torch.tensor([63])]
-
-    def computed():
-        logprobs, _, values = policy(prompts, responses)
-        gradients = torch.autograd.grad(logprobs.sum(), policy.lora_parameters(), materialize_grads=True)
-        with policy.peft_model.disable_adapter(), torch.no_grad():
-            baselogprobs, _, _ = policy(prompts, responses)
-        assert (logprobs - baselogprobs).abs().max() > 0.01
-        return [logprobs, values, baselogprobs, *gradients]
-
-    plain = computed()
-    layers = [module for module in policy.vlm.modules() if isinstance(module, vldac.LoraLinear)]
-    for layer in layers:
-        del layer.forward  # PEFT's own again
-    assert 2 * len(layers) == len(policy.lora_parameters())
-    torch.testing.assert_close(plain, computed(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("variant, replaced", [
-    ({}, True), ({"use_dora": True}, False), ({"lora_bias": True}, False),
-])  # fmt: skip
-def test_variants_of_lora_keep_peft_s_own_forward(variant, replaced, model, tmp_path):
-    """DoRA scales the whole product, and a bias is added: they are not y + scale * B A x."""
-    torch.manual_seed(0)
-    base = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float64)
-    config = LoraConfig(r=4, lora_alpha=24, target_modules=TEXT_LAYERS, init_lora_weights=False, **variant)
-    plain = get_peft_model(base, config)
-    plain.save_pretrained(tmp_path)
-    policy = VLMPolicy(options(model, adapter=str(tmp_path), lora_alpha=24, dtype="float64"))
-    inputs = policy.inputs(some_prompts(policy, [1]))
-    with torch.no_grad():
-        torch.testing.assert_close(policy.vlm(**inputs).logits, plain(**inputs).logits)
-    layers = [module for module in policy.vlm.modules() if isinstance(module, vldac.LoraLinear)]
-    assert layers and all(("forward" in vars(layer)) == replaced for layer in layers)
-
-
 def test_a_model_that_cuts_a_frame_into_tiles_is_refused(model, monkeypatch):
     """Here only a frame that is alone is cut, into 13. It is known before there are any weights."""
     processor = vldac.load_processor(model, 16)
@@ -638,20 +594,20 @@ def some_minibatches(policy, B=6, **changes) -> list:
     steps = some_steps(policy, B)
     advantages, returns = torch.randn(2, B).tolist()
     for step, advantage, ret in zip(steps, advantages, returns, strict=True):
-        step.advantage, step.ret = advantage, ret
+        step.advantage, step.return_ = advantage, ret
     minibatches = vldac.make_minibatches(steps, args)
     vldac.score(policy, minibatches)
     return minibatches
 
 
-def scored(policy, micro):
+def scored(policy, micro_batch):
     """What the policy says of a micro-batch now: log-probabilities and mask (B, R), values (B,)."""
-    return policy([step.prompt for step in micro], [step.tokens for step in micro])
+    return policy([step.prompt for step in micro_batch], [step.tokens for step in micro_batch])
 
 
-def column(micro, name):
+def column(micro_batch, name):
     """What the steps of a micro-batch have under a name: (B,), or padded to (B, R)."""
-    parts = [getattr(step, name) for step in micro]
+    parts = [getattr(step, name) for step in micro_batch]
     return vldac.pad(parts) if isinstance(parts[0], torch.Tensor) else torch.tensor(parts)
 
 
@@ -677,7 +633,7 @@ def test_minibatches_hold_every_step_once():
     assert len(minibatches) == 3
     met = []
     for minibatch in minibatches:
-        assert [len(micro) for micro in minibatch] == [3, 3, 2]
+        assert [len(micro_batch) for micro_batch in minibatch] == [3, 3, 2]
         together = list(itertools.chain(*minibatch))
         lengths = [step.prompt["input_ids"].shape[1] + len(step.tokens) for step in together]
         assert lengths == sorted(lengths, reverse=True)
@@ -728,7 +684,7 @@ def test_the_second_epoch_has_the_same_minibatches_in_another_order(model, monke
     random.seed(1)
     updated(policy, minibatches)
     first, second = trained[:3], trained[3:]
-    assert first == [column(micro, "advantage").tolist() for [micro] in minibatches]
+    assert first == [column(micro_batch, "advantage").tolist() for [micro_batch] in minibatches]
     assert sorted(second) == sorted(first) and second != first
 
 
@@ -740,11 +696,11 @@ def test_the_base_is_scored_without_its_adapter(model, monkeypatch):
             torch.nn.init.zeros_(parameter)
     disable, calls = trained.peft_model.disable_adapter, []
     monkeypatch.setattr(trained.peft_model, "disable_adapter", lambda: calls.append(1) or disable())
-    [micro, _], _ = some_minibatches(trained, minibatch_size=3, micro_batch_size=2)
+    [micro_batch, _], _ = some_minibatches(trained, minibatch_size=3, micro_batch_size=2)
     assert len(calls) == 1  # it walks through the whole model
-    base, _, _ = scored(untrained, micro)
-    assert column(micro, "baselogprobs").equal(base)
-    assert (column(micro, "logprobs") - base).abs().max() > 0.1
+    base, _, _ = scored(untrained, micro_batch)
+    assert column(micro_batch, "baselogprobs").equal(base)
+    assert (column(micro_batch, "logprobs") - base).abs().max() > 0.1
 
 
 def gradients(policy, loss):
@@ -757,16 +713,17 @@ def gradients(policy, loss):
     return found
 
 
-def equation_6(policy, micro):
+def equation_6(policy, micro_batch):
     """The total loss of a minibatch of one micro-batch, and its KL term."""
     args = policy.args
-    new, mask, values = scored(policy, micro)
-    pg_loss = policy_loss(new, column(micro, "logprobs"), column(micro, "advantage"), mask, args.clip_coef)
-    v_loss = value_loss(values, column(micro, "ret"))
+    new, mask, values = scored(policy, micro_batch)
+    old, advantages = column(micro_batch, "logprobs"), column(micro_batch, "advantage")
+    pg_loss = policy_loss(new, old, advantages, mask, args.clip_coef)
+    v_loss = value_loss(values, column(micro_batch, "return_"))
     if args.kl_ref == "base":
-        kl = kl_base(new, column(micro, "baselogprobs"), mask)
+        kl = kl_base(new, column(micro_batch, "baselogprobs"), mask)
     else:
-        kl = kl_old(new, column(micro, "logprobs"), mask)
+        kl = kl_old(new, old, mask)
     return pg_loss + args.kl_coef * kl + args.vf_coef * v_loss, kl.item()
 
 
@@ -774,13 +731,13 @@ def equation_6(policy, micro):
 def test_an_update_steps_along_equation_6(kl_ref, max_grad_norm, model):
     """One minibatch of everything: the second of two epochs' gradients is Eq. 6's, clipped per group."""
     policy = make_policy(model, kl_ref=kl_ref, max_grad_norm=max_grad_norm)
-    [[micro]] = some_minibatches(policy)
-    for step in micro:
+    [[micro_batch]] = some_minibatches(policy)
+    for step in micro_batch:
         step.logprobs = step.logprobs - 0.05 * torch.rand(len(step.tokens))  # or Eq. 5 has no gradient
-    loss, kl = equation_6(policy, micro)
+    loss, kl = equation_6(policy, micro_batch)
     expected = gradients(policy, loss)
 
-    optimizer, losses = updated(policy, [[micro]], lr=0.0)
+    optimizer, losses = updated(policy, [[micro_batch]], lr=0.0)
 
     assert losses["kl_loss"] == pytest.approx(kl, abs=1e-6)  # that which is optimised
     steps = {state["step"].item() for state in optimizer.state.values()}
@@ -809,9 +766,9 @@ def test_a_thousandfold_value_loss_moves_lora_not_one_bit_further(model):
 def test_in_the_warm_up_only_the_value_head_learns(stop_grad, model, monkeypatch):
     """And no activations are kept for LoRA; where the value loss may train it, it does so afterwards."""
     policy = make_policy(model, stop_grad=stop_grad)
-    [[micro]] = some_minibatches(policy)
-    _, _, values = scored(policy, micro)
-    adapters, _ = gradients(policy, value_loss(values, column(micro, "ret")))
+    [[micro_batch]] = some_minibatches(policy)
+    _, _, values = scored(policy, micro_batch)
+    adapters, _ = gradients(policy, value_loss(values, column(micro_batch, "return_")))
     assert adapters.any() == (not stop_grad)
 
     kept = []
@@ -826,7 +783,7 @@ def test_in_the_warm_up_only_the_value_head_learns(stop_grad, model, monkeypatch
     weight = policy.value_head[0].weight.detach().clone()
     for warmup in (True, False):
         kept.clear()
-        updated(policy, [[micro]], warmup=warmup)
+        updated(policy, [[micro_batch]], warmup=warmup)
         assert kept == [not warmup] * policy.args.update_epochs
         assert lora_state(policy).equal(before) == warmup
         assert not policy.value_head[0].weight.equal(weight)
@@ -877,9 +834,9 @@ def test_an_update_logs_means_over_steps_and_the_first_minibatch_s_largest_ratio
     minibatches = some_minibatches(policy, minibatch_size=3, micro_batch_size=2)
     calls = []
 
-    def losses(policy, micro, args):
-        calls.append(len(micro))
-        log = {"policy_loss": float(len(micro)), "ratio_distance": len(calls) / 10}
+    def losses(policy, micro_batch, args):
+        calls.append(len(micro_batch))
+        log = {"policy_loss": float(len(micro_batch)), "ratio_distance": len(calls) / 10}
         return 0 * sum(p.sum() for p in policy.parameters() if p.requires_grad), log
 
     monkeypatch.setattr(vldac, "losses", losses)
@@ -891,11 +848,11 @@ def test_an_update_logs_means_over_steps_and_the_first_minibatch_s_largest_ratio
 
 def test_a_gradient_of_nan_ends_the_run_before_it_touches_a_weight(model):
     policy = make_policy(model)
-    [[micro]] = some_minibatches(policy)
+    [[micro_batch]] = some_minibatches(policy)
     before = lora_state(policy)
-    micro[0].advantage = math.nan
+    micro_batch[0].advantage = math.nan
     with pytest.raises(RuntimeError, match="non-finite"):
-        updated(policy, [[micro]])
+        updated(policy, [[micro_batch]])
     assert lora_state(policy).equal(before)
 
 
@@ -909,7 +866,7 @@ def test_gradient_checkpointing_changes_neither_samples_nor_gradients(around_an_
             make_policy(model).peft_model.save_pretrained(tmp_path)
             changes["adapter"] = str(tmp_path)
         policy = make_policy(model, **changes).train()
-        [[micro]] = some_minibatches(policy)
+        [[micro_batch]] = some_minibatches(policy)
         seen = []  # what the frozen vision tower gives is not backpropagated
         remember = lambda *call, seen=seen: seen.append(call[-1])  # noqa: E731
         hook = policy.vlm.model.visual.register_forward_hook(remember)
@@ -919,12 +876,12 @@ def test_gradient_checkpointing_changes_neither_samples_nor_gradients(around_an_
             runs[-1] += 1
 
         counting = policy.vlm.model.language_model.layers[0].mlp.register_forward_pre_hook(count)
-        updated(policy, [[micro]], lr=0.0)
+        updated(policy, [[micro_batch]], lr=0.0)
         hook.remove()
         counting.remove()
         outputs = [x for output in seen for x in output.values() if isinstance(x, torch.Tensor)]
         assert outputs and not any(x.requires_grad for x in outputs)
-        found.append([column(micro, "tokens"), *(p.grad for p in policy.lora_parameters())])
+        found.append([column(micro_batch, "tokens"), *(p.grad for p in policy.lora_parameters())])
     torch.testing.assert_close(*found, atol=0, rtol=0)
     assert runs == [2, 4]  # in two epochs
 
@@ -1032,7 +989,7 @@ def test_collection_and_advantages_are_those_of_a_replay(model, monkeypatch):
         nearly = {"atol": 1e-4, "rtol": 1e-4}
         torch.testing.assert_close(column(steps, "value"), values[:T].flatten(), **nearly)
         torch.testing.assert_close(column(steps, "advantage"), normalised.flatten(), **nearly)
-        torch.testing.assert_close(column(steps, "ret"), (advantages + values[:T]).flatten(), **nearly)
+        torch.testing.assert_close(column(steps, "return_"), (advantages + values[:T]).flatten(), **nearly)
         logprobs, _, _ = scored(policy, steps)
         torch.testing.assert_close(column(steps, "logprobs"), logprobs, **nearly)
 
@@ -1055,7 +1012,7 @@ def test_a_time_out_by_hand():
     advantages = returns - column(steps, "value")
     assert advantages.tolist() == [2.0, -5.0, 0.0, -14.0]
     normalised = (advantages - advantages.mean()) / advantages.std()
-    torch.testing.assert_close(column(steps, "ret"), returns)
+    torch.testing.assert_close(column(steps, "return_"), returns)
     torch.testing.assert_close(column(steps, "advantage"), normalised)
     assert stats["advantage_std"] == pytest.approx(advantages.std().item())
     explained = 1 - advantages.var() / returns.var()
@@ -1180,7 +1137,7 @@ def rows_of(folder):
 def start(tmp_path, model, env, *options, name="run", main=vldac.main):
     """A small run through the command line; returns its folder and the rows of its log."""
     folder = tmp_path / name
-    assert vldac.RANK > 0 or not folder.exists()  # or the rows would be those of an earlier run
+    assert not folder.exists()  # or the rows would be those of an earlier run
     argv = ["--env", env, "--model", model, "--runs_dir", tmp_path, "--run_name", name]
     argv += [*SMALL, *options]
     main([str(word) for word in argv])
@@ -1248,21 +1205,17 @@ def test_a_first_response_is_shown_with_the_action_that_it_names(model, monkeypa
     assert player.actions == []  # nothing is played
 
 
-@pytest.mark.parametrize("env, episodes, num_envs, processes, players", [
-    ("OneRoom", 50, 16, 1, 50),
-    ("Blackjack", 200, 16, 1, 64),
-    ("MazeS3", 200, 8, 1, 32),
-    ("OneRoom", 200, 16, 4, 16),
-    ("OneRoom", 50, 16, 4, 13),
-    ("WebShop", 50, 16, 1, 16),
-    (CORRIDOR, 200, 16, 2, 8),
-    (CORRIDOR, 3, 16, 1, 3),
+@pytest.mark.parametrize("env, episodes, num_envs, players", [
+    ("OneRoom", 50, 16, 50),
+    ("Blackjack", 200, 16, 64),
+    ("MazeS3", 200, 8, 32),
+    ("OneRoom", 200, 4, 16),
+    ("WebShop", 50, 16, 16),
+    (CORRIDOR, 200, 8, 8),
+    (CORRIDOR, 3, 16, 3),
 ])  # fmt: skip
-def test_how_many_episodes_an_evaluation_plays_at_once(
-    env, episodes, num_envs, processes, players, monkeypatch
-):
-    """More than a rollout where a world is light, but not if one process has few for lack of memory."""
-    monkeypatch.setattr(vldac, "WORLD_SIZE", processes)
+def test_how_many_episodes_an_evaluation_plays_at_once(env, episodes, num_envs, players, monkeypatch):
+    """More than a rollout where a world is light, but not if there are few for lack of memory."""
     args = options("any", env=env, num_envs=num_envs)
     monkeypatch.setattr(vldac, "Player", lambda args: args)
     assert len(vldac.evaluation_players(args, episodes)) == players
@@ -1390,7 +1343,7 @@ def test_a_rollout_bootstraps_from_the_values_after_it(run, monkeypatch):
     monkeypatch.setattr(vldac, "add_advantages", record)
     monkeypatch.setattr(VLMPolicy, "values", values)
     run(CORRIDOR, "--gamma", 0.5, "--max_episode_steps", 5)
-    returns = [step.ret - step.reward for step in rollouts[0][-2:] if not step.done]
+    returns = [step.return_ - step.reward for step in rollouts[0][-2:] if not step.done]
     assert returns == pytest.approx([3.5, 3.5])
     assert asked[0] == [step.prompt["input_ids"].tolist() for step in rollouts[1][:2]]
 
@@ -1562,22 +1515,16 @@ TROUBLES = [  # what happens, at which step (there are 8 per update), the exit s
 ]
 
 
-def forked(function, ranks=1):
-    """function() in processes forked from this one, which share all that is imported; their exit statuses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def forked(*functions):
+    """The exit statuses of functions, each in a process forked from this one, with all that is imported."""
 
-    def child(rank):
+    def child(function):
         Troubled.steps = 0
         signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
-        vldac.RANK, vldac.WORLD_SIZE = rank, ranks
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         function()
 
     context = multiprocessing.get_context("fork")
-    children = [context.Process(target=child, args=(rank,)) for rank in range(ranks)]
+    children = [context.Process(target=child, args=(function,)) for function in functions]
     for process in children:
         process.start()
     for process in children:
@@ -1696,91 +1643,6 @@ def test_an_infinite_number_becomes_null_and_the_run_goes_on(run, monkeypatch):
     assert torch.load(folder / "checkpoint.pt", weights_only=True)["update"] == 2
 
 
-# ------------------------------------------------------------------------------------ several processes
-
-
-def gradients_of_eight(model, file):
-    """This process's part of a made-up rollout of eight players; saves advantages and gradients."""
-    ranks = vldac.WORLD_SIZE
-    N = 8 // ranks
-    if ranks > 1:
-        torch.distributed.init_process_group("gloo")
-    # No hidden layer: what rounding does at a ReLU's kink is another test's (unequal micro-batches).
-    changes = {"minibatch_size": 16, "value_hidden": [], "dtype": "float64"}
-    policy = make_policy(model, update_epochs=1, max_grad_norm=1e9, **changes)
-    whole = some_steps(policy, B=16)  # two steps of each player, the same in every process
-    mine = torch.arange(16).view(2, ranks, N)[:, vldac.RANK].flatten()
-    steps = [whole[b] for b in mine]
-    minibatches = vldac.make_minibatches(steps, policy.args)
-    vldac.score(policy, minibatches)
-    last_values = policy.values([step.prompt for step in steps[:N]])
-    stats = vldac.add_advantages(steps, last_values, policy.args)
-    updated(policy, minibatches, lr=0.0)
-    advantages = column(steps, "advantage").view(2, N)
-    advantages = torch.cat(vldac.gather([advantages]), dim=1)
-    trained = [*policy.lora_parameters(), *policy.value_head.parameters()]
-    gradients = [p.grad.clone() for p in trained]
-    if vldac.RANK == ranks - 1:  # one process has other log-probabilities: all are told of it
-        for step in steps:
-            step.logprobs = step.logprobs - 0.1
-    _, losses = updated(policy, minibatches, lr=0.0)
-    if vldac.RANK == 0:
-        torch.save([advantages, stats["advantage_std"], losses["ratio_first"], gradients], file)
-    if ranks > 1:
-        torch.distributed.destroy_process_group()
-
-
-def test_two_processes_of_four_have_the_gradient_of_one_of_eight(tmp_path, model):
-    gradients_of_eight(model, tmp_path / "one")
-    statuses = forked(lambda: gradients_of_eight(model, tmp_path / "two"), ranks=2)
-    assert statuses == [0, 0]
-    one = torch.load(tmp_path / "one", weights_only=True)
-    two = torch.load(tmp_path / "two", weights_only=True)
-    torch.testing.assert_close(two, one, atol=1e-6, rtol=0)
-    *_, ratio_first, gradients = one
-    assert ratio_first == pytest.approx(math.exp(0.1) - 1, abs=1e-4)
-    assert any(gradient.abs().max() > 1e-3 for gradient in gradients)
-
-
-@pytest.mark.parametrize("main", [vldac.main, rl4vlm.main], ids=["vldac", "rl4vlm"])
-def test_a_run_of_two_processes(main, run, tmp_path, monkeypatch, capfd):
-    """Totals are totals, seeds differ, one process writes; killed and resumed, the log is the same."""
-    sizes = [*LONG, "--num_envs", 4, "--num_steps", 2]
-    set_seed = vldac.set_seed
-
-    def record(seed):
-        with open(tmp_path / f"seeds of {vldac.RANK}", "a") as file:
-            print(seed, file=file)
-        set_seed(seed)
-
-    monkeypatch.setattr(vldac, "set_seed", record)
-
-    def both(name):
-        return forked(lambda: run(TROUBLED, *sizes, name=name, main=main), ranks=2)
-
-    assert both("whole") == [0, 0]
-    assert not (tmp_path / "whole-2").exists()  # one process makes the folder, and would teach the toy
-    command = r"to go on after any stop: \S+ -m torch.distributed.run --nproc_per_node=2 \S+ --resume"
-    assert len(re.findall(command, capfd.readouterr().out)) == 1
-    _, *rows = rows_of(tmp_path / "whole")
-    assert [row["global_step"] for row in rows] == [8, 16, 24, 32]
-    assert [row["losses/ratio_first"] for row in rows] == [0.0] * 4
-    seeds = [episode["seed"] for row in rows for episode in row["episodes"]]
-    assert len(seeds) == len(set(seeds))
-    first, second = [(tmp_path / f"seeds of {rank}").read_text().split() for rank in (0, 1)]
-    assert set(first) & set(second) == {"0"}  # that of the weights
-    # Of evaluations, with seed 0 + the process's number: so they draw other numbers.
-    assert "1" in second and "1" not in first
-
-    monkeypatch.setattr(Troubled, "happens", killed)
-    monkeypatch.setattr(Troubled, "number", 11)  # of each process's 16
-    assert -signal.SIGKILL in both("part")
-    monkeypatch.setattr(Troubled, "number", 0)
-    resume = ["--resume", str(tmp_path / "part")]
-    assert forked(lambda: main(resume), ranks=2) == [0, 0]
-    same_runs(tmp_path / "whole", tmp_path / "part")
-
-
 # ------------------------------------------------------------------------------------------- the options
 
 WRONG = {
@@ -1872,21 +1734,6 @@ def test_a_gpu_that_is_not_used_is_mentioned(monkeypatch, capsys):
         vldac.main(["--env", "NumberLine"])
     printed = capsys.readouterr().out
     assert "toy on the CPU, though this machine has an NVIDIA GPU: which PyTorch does not find" in printed
-
-
-def test_each_process_takes_a_gpu_of_its_own(model, monkeypatch, capsys):
-    """That of its number on this machine, and none that a person gives to all."""
-    pretend_gpu(monkeypatch)
-    monkeypatch.setattr(vldac, "WORLD_SIZE", 2)
-    argv = ["--env", "NumberLine", "--model", model, "--device", "cuda:0"]
-    assert "--device must have no number" in refused(argv, capsys)
-    taken = []
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
-    for device in ("cpu", "cuda"):
-        vldac.join_processes(options(model, device=device))
-    assert taken == [1]
 
 
 # ------------------------------------------------------------------------------------------------ the toy

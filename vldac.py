@@ -12,21 +12,25 @@ adapters on the language model, and the value head. The rest, the vision tower t
     L_policy  PPO's clip on every token. All tokens of step t share its advantage A_t, by GAE over the
               environment steps, then normalised over the rollout                                    (Eq. 3)
     L_value   1/2 (V(s_t) - G_t)^2. V(s_t) = MLP(stopgrad(h_t)), where h_t is the last layer's hidden state at
-              the last prompt token (Eq. 4). G_t is A_t, before it is normalised, plus V(s_t) of the policy
-              that sampled: a target that is fixed during the update
+              the last prompt token (Eq. 4). G_t = A_t (before normalisation) + V(s_t), both from the
+              rollout, so the target is fixed
     L_KL      divergence from the policy that sampled (Eq. 5) or, the default, from the model without its LoRA
     In the first `value_warmup` updates only the value head learns. There is no entropy bonus.
 
 By default 16 environments play 32 steps: a rollout of 512. One update is two epochs of 4 minibatches, so 8
-optimizer steps. A run has 100 updates, that of the toy 40 in most environments.
+optimizer steps. A run is 100 updates (of the toy, 40 in most worlds).
 
-"Deviation n" says where the code differs from the paper or from its released code (github.com/corl-team/
-VL-DAC); docs/details.md has more on each. The four largest: responses are sampled, and are not the likeliest
-ones (4); a response that names no action does nothing (6); every token counts in the loss (10); L_KL is to
-the model without its LoRA (12).
-Letters: N environments of a process, T steps per rollout, B environment steps (of a rollout or of a part of
-it), P prompt length, R response length (both padded; R_b that of response b), H hidden size. Tensors (T, N)
-and (B,) are per environment step, (B, R) per token.
+Where the code differs from the paper or from its released code (github.com/corl-team/VL-DAC), a comment
+"Deviation n" says what it does and why; docs/details.md has more on each. The four largest:
+
+* Responses are sampled, not decoded greedily (4).
+* A response that names no action does nothing and costs its step (6).
+* Every token of a response is in the loss (10).
+* L_KL is to the model without its LoRA, as in the released code, and not Eq. 5 (12).
+
+Letters: N environments, T steps per rollout, B environment steps (of a rollout or of a part of it), P prompt
+length, R response length (both padded; R_b that of response b), H hidden size. Tensors (T, N) and (B,) are
+per environment step, (B, R) per token.
 The file follows the data: prompt and parser, policy, rollout, minibatches and scores, advantages, losses,
 update. The loop of `train` puts them together; one may begin there. Then come loading a model and what any
 training program has. The environments, called worlds, are in envs.py.
@@ -36,7 +40,6 @@ imitation, so that one can watch the algorithm on a laptop.
     python vldac.py --env OneRoom                  Qwen2-VL-7B where there is a GPU, else a toy model
     python vldac.py --env NumberLine --model tiny  the toy on a card game, no OpenGL needed
     python vldac.py --resume runs/NAME             go on after the last finished update
-    torchrun --nproc_per_node=4 vldac.py ...       on four GPUs, which share num_envs and minibatch_size
 """
 
 import argparse
@@ -58,18 +61,15 @@ import unicodedata
 import warnings
 from collections import deque
 from dataclasses import dataclass, field
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import Linear as LoraLinear
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -81,17 +81,14 @@ from envs import UserError, check, exit_with
 
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT uses a deprecated name
 
-RANK = int(os.environ.get("RANK", 0))  # the number of this process, under torchrun
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are: torchrun's name
-
 
 @dataclass
 class Args:
     """Every option and its default. The source of each is in docs/guide.md.
 
     The rule: the paper's Table 6 where it speaks, else the effective value of the released code, unless that
-    is a bug. The toy and some worlds have other defaults, PRESETS. The program applies them, and makes the
-    toy; a notebook does neither, so give `Args` a model there.
+    is a bug. The toy and some worlds have other defaults, in PRESETS below. The command line applies them and
+    makes the toy; `Args(...)` in a notebook does neither, so give it a model there.
 
     On a command line: --env NumberLine --num_envs 8 --stop_grad false --value_hidden 64 64
     """
@@ -105,7 +102,7 @@ class Args:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the base; auto: bfloat16 on a GPU that has it
     # rollout
     total_timesteps: int = 51_200  # environment steps, rounded down to whole updates
-    num_envs: int = 16  # environments that play at once, of all processes
+    num_envs: int = 16  # environments that play at once
     num_steps: int = 32  # environment steps of each environment per update
     max_episode_steps: int | None = None  # default: the world's own limit
     invalid_reward: float | None = None  # for a response without admissible action; default: the world's own
@@ -114,7 +111,7 @@ class Args:
     temperature: float = 1.0  # of sampling, and so of scoring
     max_new_tokens: int = 256  # of a response, at most
     # update
-    minibatch_size: int = 128  # environment steps per optimizer step, of all processes
+    minibatch_size: int = 128  # environment steps per optimizer step
     micro_batch_size: int = 8  # environment steps per forward pass that scores or trains; fewer save memory
     update_epochs: int = 2  # passes over a rollout
     value_warmup: int = 2  # updates that train only the value head
@@ -170,9 +167,8 @@ def build_prompt(text, actions, task, taken, left) -> str:
     Admissible actions: "go", "wait".
     Think, then choose one action. Answer with {"thoughts": "...", "action": "..."}
     """
-    # Deviation 1: one template for all worlds, actions in words. The released code has one for each world.
+    # Deviation 1: one template for all worlds, with actions in words.
     # Deviation 2: every frame is shown once, and the model is told how many actions were taken and are left.
-    # The released prompt repeats frames, and gives their number as the number of actions.
     names = [json.dumps(action, ensure_ascii=False) for action in actions]  # as the answer must spell them
     lines = [
         f"Task: {task.rstrip(' .')}.",
@@ -203,9 +199,9 @@ def folded(text) -> str:
 def parse_action(text: str, actions) -> str | None:
     """The admissible action a response names, or None. Never evaluates, guesses or raises.
 
-    The last "action" key counts. The JSON string or number after it must equal an action. If it equals none,
-    it does not matter how Unicode writes an accented letter, and then neither do case and outer spaces,
-    unless two actions are then equal. "search[...]" is not an action itself, but stands for any short
+    The last "action" key counts. The JSON string or number after it must equal an action. Failing an exact
+    match, the Unicode form of accented letters is ignored, and failing that, case and outer spaces are too,
+    if exactly one action then matches. "search[...]" is not an action itself, but stands for any short
     search[words].
 
     >>> parse_action('{"thoughts": "it is close", "action": "Move forward "}', ["turn left", "move forward"])
@@ -261,12 +257,12 @@ class VLMPolicy(nn.Module):
         self.args = args
         self.processor = load_processor(args.model, args.max_image_tokens)
         self.tokenizer = self.processor.tokenizer
-        # One model under three names: `peft_model` switches the adapters, which PEFT has put inside `vlm`;
-        # `vlm` generates; and `vlm.model` is the same without the head over the vocabulary.
+        # Three handles on one model: `peft_model` switches the adapter, `vlm` generates, and `vlm.model`
+        # gives hidden states.
         self.vlm = load_vlm(args)
         self.peft_model = add_lora(self.vlm, args)
-        self.banned_ids = placeholder_ids(self.vlm.config)
-        stop_ids = end_ids(self.vlm, self.tokenizer)
+        self.banned_ids = placeholder_ids(self.vlm.config)  # never sampled: they stand for images
+        stop_ids = end_ids(self.vlm, self.tokenizer)  # each ends a response
         self.stop_ids = torch.tensor(stop_ids, device=args.device)
         self.no_tokens = torch.zeros(0, dtype=torch.long, device=args.device)  # an empty response
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
@@ -274,7 +270,7 @@ class VLMPolicy(nn.Module):
         text_config = self.vlm.config.get_text_config()
         self.logit_cap = getattr(text_config, "final_logit_softcapping", None)  # of Gemma 4
 
-        # Deviation 3: the value head is fp32. The released one is fp16, too coarse for small errors.
+        # Deviation 3: the value head is fp32. Half precision is too coarse for small errors.
         sizes = [text_config.hidden_size, *args.value_hidden]
         layers = []
         for size, next_size in itertools.pairwise(sizes):
@@ -284,8 +280,8 @@ class VLMPolicy(nn.Module):
         bf16 = args.dtype == "bfloat16"
         self.autocast = torch.autocast(args.device.partition(":")[0], torch.bfloat16, enabled=bf16)
 
-        # Deviation 4: sampled at temperature 1 from the whole vocabulary, whatever the model's own settings.
-        # The released code has top_k 1, argmax: it explores nothing, and PPO's ratio is of another policy.
+        # Deviation 4: sampled from the whole vocabulary but the banned ids. The model's own settings are not
+        # used: Qwen2-VL's have top_k 1, which explores nothing, and PPO's ratio would be of another policy.
         self.vlm.generation_config = GenerationConfig(
             do_sample=True,
             temperature=args.temperature,
@@ -319,24 +315,26 @@ class VLMPolicy(nn.Module):
     def inputs(self, prompts, responses=None) -> dict:
         """B encoded prompts, each followed by its response, for the model: ids and mask (B, P + R), pixels.
 
-        Prompts are padded on the left and responses on the right, so that all responses start in column P.
-        From the mask the model counts the positions. Without responses R is 0.
+            [padding prompt | response padding]
+
+        So all responses start in column P. From the mask the model derives the positions of the tokens.
+        Without responses R is 0.
         """
         responses = responses or [self.no_tokens] * len(prompts)
         tokens = pad(responses)  # (B, R), filled up with any id: it is masked
-        mask = pad([torch.ones_like(response) for response in responses])
-        after = {"input_ids": tokens, "attention_mask": mask}
+        response_mask = pad([torch.ones_like(response) for response in responses])  # (B, R)
+        of_responses = {"input_ids": tokens, "attention_mask": response_mask}
         images_dim = 1 if "pixel_attention_mask" in prompts[0] else 0  # SmolVLM's pixels: (1, images, ...)
         inputs = {}
         for key in prompts[0]:
-            parts = [prompt[key] for prompt in prompts]
-            if key in PER_TOKEN:  # (1, P)
+            if key in PER_TOKEN:
                 filler = self.tokenizer.pad_token_id if key == "input_ids" else 0
-                before = pad([part[0] for part in parts], filler, side="left").to(tokens.device)  # (B, P)
-                response = after.get(key, torch.zeros_like(tokens))  # token type 0 is text
-                inputs[key] = torch.cat([before, response], dim=1)  # (B, P + R)
+                of_prompts = pad([prompt[key][0] for prompt in prompts], filler, side="left")  # (B, P)
+                of_response = of_responses.get(key, torch.zeros_like(tokens))  # token type 0 is text
+                inputs[key] = torch.cat([of_prompts.to(tokens.device), of_response], dim=1)  # (B, P + R)
             else:  # all images (or their patches, or their sizes), one after another
-                inputs[key] = torch.cat(parts, dim=images_dim).to(tokens.device)
+                images = torch.cat([prompt[key] for prompt in prompts], dim=images_dim)
+                inputs[key] = images.to(tokens.device)
         return inputs
 
     @torch.no_grad()
@@ -348,9 +346,8 @@ class VLMPolicy(nn.Module):
         with self.autocast:
             output = self.vlm.generate(**inputs)  # (B, P + R)
         tokens = output[:, P:]
-        stops = torch.isin(tokens, self.stop_ids).long()
-        stops_before = stops.cumsum(1) - stops  # (B, R), strictly before this column
-        lengths = (stops_before == 0).sum(1)  # (B,)
+        stops = torch.isin(tokens, self.stop_ids).long()  # (B, R)
+        lengths = (stops.cumsum(1) == stops).sum(1)  # (B,), up to and including the first stop
         return [response[:length] for response, length in zip(tokens, lengths, strict=True)]
 
     def decode(self, responses) -> list[str]:
@@ -371,9 +368,10 @@ class VLMPolicy(nn.Module):
         with self.autocast:
             hidden = self.vlm.model(**inputs, use_cache=False).last_hidden_state  # (B, P + R, H)
             lm_head = self.vlm.get_output_embeddings()
-            logits = lm_head(hidden[:, P - 1 : P - 1 + R])  # (B, R, vocabulary), each from the token before
-        # Deviation 5: the log-softmax is in fp32. The released code rounds log-probabilities to bfloat16:
-        # log(0.01) = -4.6 in steps of 0.03, beside a clip range of 0.1. The logits do come in bfloat16.
+            # Column P - 1 + r predicts response token r.
+            logits = lm_head(hidden[:, P - 1 : P - 1 + R])  # (B, R, vocabulary)
+        # Deviation 5: the log-softmax is in fp32. In bfloat16, log(0.01) = -4.6 has steps of 0.03, beside a
+        # clip range of 0.1. (The logits are rounded to bfloat16, but alike in scoring and in training.)
         logits = logits.float()
         if self.logit_cap:
             logits = self.logit_cap * (logits / self.logit_cap).tanh()
@@ -473,12 +471,12 @@ class Step:
     value: float | None = None  # V(s_t), of the policy that sampled
     # `add_advantages` adds:
     advantage: float | None = None  # normalised over the rollout
-    ret: float | None = None  # the return G_t
+    return_: float | None = None  # G_t
 
 
 def act(policy, players) -> list[Step]:
     """The next step of every player: its response is sampled, parsed and played."""
-    # Deviation 7: all environments share each forward pass; the released code plays one at a time.
+    # Deviation 7: all environments share each forward pass. It costs little more than that of one.
     prompts = [policy.encode(*player.prompt()) for player in players]
     responses = policy.sample(prompts)
     texts = policy.decode(responses)
@@ -515,16 +513,15 @@ def make_minibatches(steps, args: Args) -> list:
 
     A minibatch is for one optimizer step, a micro-batch for one forward pass, both to score and to train it.
     """
-    # Deviation 8: drawn once, before scoring; the released code draws anew for each epoch. Rounding depends
-    # on the batch. As a step is scored and trained in the same batch, its ratios are exactly 1 before the
-    # first optimizer step, in bfloat16 too.
 
     def length(step):
         return step.prompt["input_ids"].shape[1] + len(step.tokens)
 
+    # Deviation 8: drawn once, before scoring, and not anew for each epoch. Rounding depends on the batch. As
+    # a step is scored and trained in the same batch, its ratios are exactly 1 before the first optimizer
+    # step, in bfloat16 too.
     minibatches = []
-    size = args.minibatch_size // WORLD_SIZE  # of this process
-    for indices in torch.randperm(len(steps)).split(size):
+    for indices in torch.randperm(len(steps)).split(args.minibatch_size):
         # Similar lengths save padding. The longest, which need the most memory, come first.
         minibatch = sorted([steps[i] for i in indices.tolist()], key=length, reverse=True)
         starts = range(0, len(minibatch), args.micro_batch_size)
@@ -536,21 +533,23 @@ def make_minibatches(steps, args: Args) -> list:
 def score(policy, minibatches):
     """Complete the steps: values, and log-probabilities under the policy that sampled and under the base.
 
-    Those of the base are in the log even where the loss does without them (`--kl_ref old`, the warm-up).
+    The log has the divergence from the base, even where the loss does without it (`--kl_ref old`, warm-up).
     """
     # generate() goes token by token, and rounds differently from the forward pass that is trained, so its
     # log-probabilities are not used.
     policy.eval()
     micro_batches = list(itertools.chain(*minibatches))
-    for micro in progress("scoring", micro_batches):
-        logprobs, _, values = policy([step.prompt for step in micro], [step.tokens for step in micro])
-        for step, padded, value in zip(micro, logprobs, values.tolist(), strict=True):
+    for micro_batch in progress("scoring", micro_batches):
+        prompts, responses = [step.prompt for step in micro_batch], [step.tokens for step in micro_batch]
+        logprobs, _, values = policy(prompts, responses)
+        for step, padded, value in zip(micro_batch, logprobs, values.tolist(), strict=True):
             step.logprobs = padded[: len(step.tokens)]
             step.value = value
-    with policy.peft_model.disable_adapter():  # it visits every module, so only once
-        for micro in progress("scoring by the base", micro_batches):
-            baselogprobs, _, _ = policy([step.prompt for step in micro], [step.tokens for step in micro])
-            for step, padded in zip(micro, baselogprobs, strict=True):
+    with policy.peft_model.disable_adapter():  # switching is slow, so once for all
+        for micro_batch in progress("scoring by the base", micro_batches):
+            prompts, responses = [step.prompt for step in micro_batch], [step.tokens for step in micro_batch]
+            baselogprobs, _, _ = policy(prompts, responses)
+            for step, padded in zip(micro_batch, baselogprobs, strict=True):
                 step.baselogprobs = padded[: len(step.tokens)]
 
 
@@ -595,18 +594,18 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     values = torch.tensor([step.value for step in steps]).view(-1, N)
     dones = torch.tensor([step.done for step in steps]).view(-1, N)
     timed_out = torch.tensor([step.timed_out for step in steps]).view(-1, N)
-    # Deviation 9: the reward of a step that timed out is not learned from. V(s_t) takes its place, so the
-    # advantage is 0 (before it is normalised; the step is trained like any other). The released code has
-    # this in MiniWorld only. Usual would be to keep the reward and to add gamma V(s_t+1).
+    # Deviation 9: the reward of a step that timed out is not learned from, in any world: it says little about
+    # the last actions. V(s_t) takes its place, so the advantage is 0 (before it is normalised; the step is
+    # trained like any other). Usual would be to keep the reward and to add gamma V(s_t+1).
     rewards = torch.where(timed_out, values, rewards)
     last_values = last_values.cpu()
     advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
 
-    mean, std = mean_and_std(advantages)  # over the whole rollout, of all processes
-    normalised = (advantages - mean) / (std + 1e-8)  # (T, N)
-    for step, advantage, ret in zip(steps, normalised.flatten(), returns.flatten(), strict=True):
+    std = advantages.std().item()
+    normalised = (advantages - advantages.mean()) / (std + 1e-8)  # (T, N)
+    for step, advantage, return_ in zip(steps, normalised.flatten(), returns.flatten(), strict=True):
         step.advantage = advantage.item()
-        step.ret = ret.item()
+        step.return_ = return_.item()
     variance = returns.var().item()
     unexplained = (returns - values).var().item()
     explained = 1 - unexplained / variance if variance > 0 else None
@@ -642,8 +641,8 @@ def policy_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
     >>> policy_loss(lp + math.log(1.5), lp, torch.tensor([2.0]), one, clip_coef=0.2)  # clipped at 1.2
     tensor(-2.4000)
     """
-    # Deviation 10: every token counts. The released code skips the first, masks by token id 0 ("!" in Qwen's
-    # vocabulary), and drops the unclipped term of a step in which any ratio exceeds 10.
+    # Deviation 10: every token counts, from the first to the end of the turn, whatever its id or its ratio.
+    # Masked before exp: else an infinite number under the padding would make the gradient NaN.
     ratio = (newlogprobs - logprobs).masked_fill(mask == 0, 0).exp()
     advantages = advantages[:, None]  # (B, 1): a bare (B,) would broadcast over the tokens when B = R
     pg_loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef))
@@ -660,7 +659,7 @@ def value_loss(values, returns):
     """
     if values.shape != returns.shape:
         raise ValueError(f"need one shape, (B,): {tuple(values.shape)}, {tuple(returns.shape)}")
-    # Deviation 11: the paper's 1/2 and no value clipping. The released code clips and has no 1/2.
+    # Deviation 11: no value clipping. The 1/2 is the paper's.
     return 0.5 * (values - returns).pow(2).mean()
 
 
@@ -670,15 +669,15 @@ def kl_base(newlogprobs, baselogprobs, mask):
     newlogprobs, baselogprobs, mask  (B, R)
     The base is the model without its adapter, also in a run that started from a trained adapter. On tokens
     sampled from `new` the value estimates D_KL(new || base), but the gradient is that of D_KL(base || new):
-    it pulls up what the base would say. The tokens of a rollout are the old policy's, and are not reweighted:
-    so value and gradient are biased after the first optimizer step.
+    it pulls up what the base would say. After the first optimizer step both are biased, as the tokens are the
+    old policy's and are not reweighted.
     Source: Schulman's estimator k3.
 
     >>> kl_base(torch.zeros(1, 1), torch.full((1, 1), math.log(2.0)), torch.ones(1, 1))  # 2 - log 2 - 1
     tensor(0.3069)
     """
-    # Deviation 12: this is the default, as in the released code, and not the paper's Eq. 5. The gradient of
-    # Eq. 5 is zero in the first minibatch, and it ties the policy only to that of one update ago.
+    # Deviation 12: this is the default, and not the paper's Eq. 5. The gradient of Eq. 5 is zero in the first
+    # minibatch, and it ties the policy only to that of one update ago.
     d = (baselogprobs - newlogprobs).masked_fill(mask == 0, 0)
     return step_mean(d.exp() - d - 1, mask)
 
@@ -687,8 +686,8 @@ def kl_old(newlogprobs, logprobs, mask):
     """D_KL(new || old) in nats per token, from tokens that the old policy sampled (Eq. 5).
 
     newlogprobs, logprobs, mask  (B, R) as in policy_loss
-    With q = new / old it is q log q - (q - 1), which is never negative. In expectation, both its value and
-    its gradient are those of the divergence, as E_old[q f] = E_new[f] for any f.
+    With q = new / old it is q log q - (q - 1), which is never negative. In expectation over a token of the
+    old policy, its value and its gradient are those of the divergence, as E_old[q f] = E_new[f] for any f.
 
     >>> kl_old(torch.full((1, 1), math.log(2.0)), torch.zeros(1, 1), torch.ones(1, 1))  # 2 log 2 - 1
     tensor(0.3863)
@@ -697,17 +696,36 @@ def kl_old(newlogprobs, logprobs, mask):
     return step_mean(logratio.exp() * logratio - (logratio.exp() - 1), mask)
 
 
-def losses(policy, micro, args: Args):
+@torch.no_grad()
+def diagnostics(newlogprobs, logprobs, baselogprobs, mask, clip_coef) -> dict[str, float]:
+    """What the log tells of a micro-batch besides its losses; all but clip_coef (B, R).
+
+    With `old` for the policy that sampled, approx_kl estimates KL(old || current), kl_base KL(old || base)
+    and entropy that of `old`, per token. What is optimised, of the current policy, is there as kl_loss.
+    """
+    logratio = newlogprobs - logprobs
+    ratio = logratio.exp()
+    distance = (ratio - 1).abs()
+    return {
+        "ratio_distance": distance.max().item(),
+        "approx_kl": step_mean((ratio - 1) - logratio, mask).item(),  # as in CleanRL
+        "clipfrac": step_mean((distance > clip_coef).float(), mask).item(),
+        "kl_base": kl_base(logprobs, baselogprobs, mask).item(),
+        "entropy": -step_mean(logprobs, mask).item(),
+    }
+
+
+def losses(policy, micro_batch, args: Args):
     """The loss of a micro-batch, B complete steps, to minimise (Eq. 6); and floats for the log.
 
     Another algorithm replaces this function. Its log needs what `diagnostics` returns, too.
     """
-    prompts, responses = [step.prompt for step in micro], [step.tokens for step in micro]
+    prompts, responses = [step.prompt for step in micro_batch], [step.tokens for step in micro_batch]
     newlogprobs, mask, newvalues = policy(prompts, responses)  # (B, R), (B, R), (B,)
-    logprobs = pad([step.logprobs for step in micro])  # (B, R)
-    baselogprobs = pad([step.baselogprobs for step in micro])  # (B, R)
-    advantages = torch.tensor([step.advantage for step in micro], device=args.device)  # (B,)
-    returns = torch.tensor([step.ret for step in micro], device=args.device)  # (B,)
+    logprobs = pad([step.logprobs for step in micro_batch])  # (B, R)
+    baselogprobs = pad([step.baselogprobs for step in micro_batch])  # (B, R)
+    advantages = torch.tensor([step.advantage for step in micro_batch], device=args.device)  # (B,)
+    returns = torch.tensor([step.return_ for step in micro_batch], device=args.device)  # (B,)
 
     pg_loss = policy_loss(newlogprobs, logprobs, advantages, mask, args.clip_coef)  # Eq. 3
     v_loss = value_loss(newvalues, returns)  # below Eq. 4
@@ -724,44 +742,47 @@ def losses(policy, micro, args: Args):
 # ---------------------------------------------------------------------------------------------- the update
 
 
+def optimizer_step(policy, optimizer, args: Args) -> list[float]:
+    """Clip the gradients, and step. Returns their norms before the clipping: of LoRA, of the value head."""
+    # Deviation 13: clipped separately, or a large value gradient would shrink the policy's step.
+    # Deviation 14: NaN or infinity ends the run before it touches a weight.
+    norms = []
+    for parameters in [policy.lora_parameters(), list(policy.value_head.parameters())]:
+        norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, error_if_nonfinite=True)
+        norms.append(norm.item())
+    optimizer.step()
+    return norms
+
+
 def update(policy, optimizer, minibatches, args: Args, warmup=False) -> dict[str, float]:
     """`update_epochs` passes over a rollout. Returns means of what `losses` logs, and norms of the gradients.
 
     warmup  only the value head learns: LoRA is frozen, and no activations are kept for it
     """
     policy.train()  # only for gradient checkpointing: there is no dropout
-    lora, value_head = policy.lora_parameters(), list(policy.value_head.parameters())
-    for parameter in lora:
+    for parameter in policy.lora_parameters():
         parameter.requires_grad_(not warmup)
-    num_first = len(minibatches[0])  # micro-batches before the first optimizer step
     logs, sizes, norms = [], [], []
     for epoch in range(args.update_epochs):
-        if epoch > 0:
-            minibatches = random.sample(minibatches, len(minibatches))  # the same ones in a new order
-        for minibatch in progress(f"training, epoch {epoch + 1}", minibatches):
+        # Later epochs take the same ones in a new order.
+        ordered = minibatches if epoch == 0 else random.sample(minibatches, len(minibatches))
+        for minibatch in progress(f"training, epoch {epoch + 1}", ordered):
             optimizer.zero_grad()
-            size = sum(len(micro) for micro in minibatch)
-            for micro in minibatch:
-                loss, log = losses(policy, micro, args)
-                (loss * len(micro) / size).backward()  # these add up to the minibatch's mean
+            size = sum(len(micro_batch) for micro_batch in minibatch)
+            for micro_batch in minibatch:
+                loss, log = losses(policy, micro_batch, args)
+                (loss * len(micro_batch) / size).backward()  # these add up to the minibatch's mean
                 logs.append(log)
-                sizes.append(len(micro))
-            average_gradients([*lora, *value_head])
-            # Deviation 13: clipped separately, or a large value gradient would shrink the policy's step.
-            # Deviation 14: NaN or infinity ends the run before it touches a weight. The released code skips
-            # a response whose log-probability is NaN, and checks no gradient.
-            norm_lora = nn.utils.clip_grad_norm_(lora, args.max_grad_norm, error_if_nonfinite=True)
-            norm_value = nn.utils.clip_grad_norm_(value_head, args.max_grad_norm, error_if_nonfinite=True)
-            norms.append([norm_lora.item(), norm_value.item()])
-            optimizer.step()
-    for parameter in lora:
+                sizes.append(len(micro_batch))
+            norms.append(optimizer_step(policy, optimizer, args))
+    for parameter in policy.lora_parameters():
         # Autocast keeps a weight's bfloat16 copy only if the weight wants a gradient. Else the next rollout
         # would make a copy for every token.
         parameter.requires_grad_(True)
 
-    # Before the first optimizer step the policy is still the one that sampled: |ratio - 1| should be 0.
+    # In the first minibatch the policy is still the one that sampled: |ratio - 1| should be 0.
     distances = [log.pop("ratio_distance") for log in logs]
-    means = {"ratio_first": max(gather(distances[:num_first]))}
+    means = {"ratio_first": max(distances[: len(minibatches[0])])}
     for name in logs[0]:
         means[name] = np.average([log[name] for log in logs], weights=sizes).item()
     means["grad_norm_lora"], means["grad_norm_value"] = np.mean(norms, axis=0).tolist()
@@ -779,7 +800,7 @@ def cosine(index, num_updates, start, end) -> float:
     >>> [round(cosine(index, 3, 1.0, 0.0), 3) for index in range(3)]
     [1.0, 0.5, 0.0]
     """
-    # Deviation 15: one cosine over the planned updates; the released one has a fixed period and rises again.
+    # Deviation 15: one cosine over the planned updates. The released code's rises again.
     fraction = index / max(1, num_updates - 1)
     return end + (start - end) * (1 + math.cos(math.pi * fraction)) / 2
 
@@ -790,13 +811,17 @@ def make_optimizer(policy, args: Args):
     return torch.optim.Adam(parameters, lr=args.learning_rate, eps=1e-7, fused=True)
 
 
+def make_players(args: Args) -> list[Player]:
+    """The players of the rollouts."""
+    return [Player(args, n) for n in range(args.num_envs)]
+
+
 def train(args: Args, folder: Path):
     """A whole training. Writes log.jsonl, adapter/ and checkpoint.pt into the run's folder."""
     # The worlds come first: if one cannot be made, no model is loaded.
-    N = args.num_envs // WORLD_SIZE  # players of this process
-    players = [Player(args, RANK * N + n) for n in range(N)]
+    players = make_players(args)
     eval_players = evaluation_players(dataclasses.replace(args, split="eval"), args.eval_episodes)
-    set_seed(args.seed)  # so that all processes begin with the same weights
+    set_seed(args.seed)
     policy = VLMPolicy(args)
     optimizer = make_optimizer(policy, args)
     rollout_steps = args.num_envs * args.num_steps
@@ -814,34 +839,34 @@ def train(args: Args, folder: Path):
     recent = state["recent"]  # the last 100 episodes
 
     updates = range(state["update"] + 1, num_updates + 1)
-    disable = True if RANK else None  # None: there is a bar on a terminal, but none in a file
-    for u in tqdm(updates, initial=state["update"], total=num_updates, disable=disable):
-        set_seed(training_seed(args.seed, RANK, u))  # a resumed run goes on as if it had never stopped
-        rate = cosine(u - 1, num_updates, args.learning_rate, args.final_learning_rate)
-        optimizer.param_groups[0]["lr"] = rate
+    for u in tqdm(updates, initial=state["update"], total=num_updates, disable=None):  # None: not in a file
+        set_seed(training_seed(args.seed, 0, u))  # a resumed run goes on as if it had never stopped
+        learning_rate = cosine(u - 1, num_updates, args.learning_rate, args.final_learning_rate)
+        optimizer.param_groups[0]["lr"] = learning_rate
 
         start = time.perf_counter()
         steps, last_prompts, episodes = collect(policy, players, args)
         collected = time.perf_counter()
-        minibatches = make_minibatches(steps, args)  # the same Step objects, which are now completed in place
+        # Minibatches hold the same Step objects in another order. The next two functions complete these: what
+        # they write into the steps is there in the minibatches, too.
+        minibatches = make_minibatches(steps, args)
         score(policy, minibatches)
         stats = add_advantages(steps, policy.values(last_prompts), args)
         scored = time.perf_counter()
         stats |= update(policy, optimizer, minibatches, args, warmup=u <= args.value_warmup)
         updated = time.perf_counter()
 
-        row = {"update": u, "global_step": u * rollout_steps, "episodes": gather(episodes)}
-        recent = (recent + row["episodes"])[-100:]
-        # Short episodes end first. In most worlds they are successes, and the means would be too high: there
-        # are none until every player has ended an episode.
-        all_have_ended = all(gather([player.episode > 1 for player in players]))
+        row = {"update": u, "global_step": u * rollout_steps, "episodes": episodes}
+        recent = (recent + episodes)[-100:]
+        # Short episodes end first and are mostly successes: no mean until every player has ended one.
+        all_have_ended = all(player.episode > 1 for player in players)
         times = {"collect": collected - start, "score": scored - collected, "update": updated - scored}
         row |= log_row(policy, steps, stats, times, recent if all_have_ended else [])
-        row["charts/learning_rate"] = rate
+        row["charts/learning_rate"] = learning_rate
         del steps, minibatches, last_prompts  # their pixels are large; the next ones need the memory
         last = u == num_updates
-        between = args.eval_every and u % args.eval_every == 0 and eval_players
-        if last or between:
+        evaluation_due = args.eval_every and u % args.eval_every == 0 and eval_players
+        if last or evaluation_due:
             row |= evaluate_for_log(policy, eval_players)
             save_adapter(policy, folder / ("adapter" if last else f"adapter-{row['global_step']}"))
         write_row(folder, row, args)
@@ -849,7 +874,7 @@ def train(args: Args, folder: Path):
         save_checkpoint(folder, policy, optimizer, players, update=u, recent=recent)
 
 
-# ================= VL-DAC ends here, but for Deviations 16 and 17. The rest is what any training program has.
+# == VL-DAC ends here, but for Deviations 16 and 17. Then come models, and what any training program has. ====
 
 # ------------------------------------------------- loading a model, and what differs between their families
 
@@ -967,7 +992,7 @@ def add_lora(vlm, args: Args) -> PeftModel:
         lora.base_model_name_or_path = None  # PEFT would warn where the base has another folder now
     else:
         # Deviation 16: LoRA on all linear layers of the language model, but a mixture of experts' routers.
-        # The released code's names also match parts of some vision towers.
+        # Usual lists of names also match parts of some vision towers.
         decoder = vlm.get_decoder()
         [decoder_name] = [name for name, module in vlm.named_modules() if module is decoder]
         names = set()
@@ -988,7 +1013,6 @@ def add_lora(vlm, args: Args) -> PeftModel:
         for name, x in list(vars(module).items()):
             if "dropout" in name and isinstance(x, float):  # attention has its rate as a number
                 setattr(module, name, 0.0)
-    lora_as_products(vlm)
     if args.gradient_checkpointing:
         vlm.activation_checkpointing_enable()
         # Else inputs would require gradients, and the frozen vision tower would be backpropagated.
@@ -997,7 +1021,7 @@ def add_lora(vlm, args: Args) -> PeftModel:
 
 
 def load_adapter(model, args: Args):
-    """Give the model the weights of --adapter. UserError unless these are just the model's."""
+    """Give the model the weights of --adapter. UserError unless they fit exactly."""
     problem = f"--adapter {args.adapter} does not fit --model {args.model}"
     try:
         loaded = model.load_adapter(args.adapter, "default", is_trainable=True, torch_device="cpu")
@@ -1014,26 +1038,6 @@ def check_adapter(args: Args):
         add_lora(vlm, args)
 
 
-def lora_as_products(vlm):
-    """Compute each LoRA layer as what it is, y + scale * B A x, without PEFT's bookkeeping.
-
-    When responses are generated token by token, that bookkeeping costs more than the products. The result is
-    the same, to the bit where the scale, lora_alpha / lora_rank, is a power of two.
-    """
-
-    def forward(layer, x):
-        y = layer.base_layer(x)
-        if layer.disable_adapters:
-            return y
-        A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        h = nn.functional.linear(nn.functional.linear(x, A), B)
-        return torch.add(y, h, alpha=layer.scaling["default"])
-
-    for module in vlm.modules():  # DoRA and adapters with a bias keep PEFT's own
-        if type(module) is LoraLinear and not module.lora_variant and not any(module.lora_bias.values()):
-            module.forward = functools.partial(forward, module)
-
-
 def end_ids(vlm, tokenizer) -> list[int]:
     """The ids that end a response: those of the checkpoint (Gemma 3's is only there), and the tokenizer's."""
     ids = vlm.generation_config.eos_token_id
@@ -1041,73 +1045,39 @@ def end_ids(vlm, tokenizer) -> list[int]:
     return sorted({*ids, tokenizer.eos_token_id} - {None})
 
 
-# -------------------------------------------------------------- several processes (torchrun), and messages
-
-
-def join_processes(args: Args):
-    """Meet the other processes of torchrun."""
-    cuda = args.device == "cuda"
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # The processes wait for each other as long as the toy's teaching or an update may take.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(days=1))
-
-
-def gather(items: list) -> list:
-    """The items of all processes in one list, by rank."""
-    if WORLD_SIZE == 1:
-        return items
-    parts = [None] * WORLD_SIZE
-    dist.all_gather_object(parts, items)
-    return [item for part in parts for item in part]
-
-
-def mean_and_std(x) -> tuple[float, float]:
-    """Of the numbers of all processes."""
-    x = torch.cat(gather([x]))
-    return x.mean().item(), x.std().item()
-
-
-def average_gradients(parameters):
-    """Average over processes. Each has equally many steps, so this is the whole minibatch's gradient."""
-    for parameter in parameters:
-        if WORLD_SIZE > 1 and parameter.grad is not None:  # in the warm-up, LoRA has none
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= WORLD_SIZE
+# -------------------------------------------------------------------------------------------- messages
 
 
 def print_line(text):
-    """Print a line above the progress bar, in the first process only."""
-    if RANK == 0:
-        tqdm.write(text)
-        sys.stdout.flush()
+    """Print a line above the progress bar."""
+    tqdm.write(text)
+    sys.stdout.flush()
 
 
 BAR_INTERVAL = 0.1 if sys.stderr.isatty() else 10  # seconds between two states of a progress bar
 
 
 def progress(what, items=None, unit="it") -> tqdm:
-    """The items, with a bar that says what is done, and how far it is. What is done quickly shows none."""
+    """The items, with a bar that says what is done, and how far it is. Short loops show none."""
     intervals = {"mininterval": BAR_INTERVAL, "delay": BAR_INTERVAL, "miniters": 1}
-    return tqdm(items, what, unit=unit, leave=False, disable=RANK > 0, **intervals)
+    return tqdm(items, what, unit=unit, leave=False, **intervals)
 
 
 # -------------------------------------------------------------------------------------------- evaluation
 
 
 def evaluation_players(args: Args, episodes) -> list[Player]:
-    """The players of a process for its share of so many episodes."""
-    share = math.ceil(episodes / WORLD_SIZE)
-    at_once = args.num_envs // WORLD_SIZE
+    """Players for so many episodes."""
+    at_once = args.num_envs
     if args.env in [*envs.RED_BOX, *envs.CARDS]:  # light worlds: a larger batch takes little longer
-        at_once = min(4 * at_once, 64)  # not simulators, browsers, and worlds that we do not know
-    return [Player(args) for _ in range(min(share, at_once))]
+        at_once = min(4 * at_once, 64)  # simulators, browsers and unknown worlds may need much memory
+    return [Player(args) for _ in range(min(episodes, at_once))]
 
 
 def evaluate(policy, players, seeds, play=None) -> list[dict]:
-    """An episode on each seed, played by `act` as in training, or by another `play`: a dict each, by seed."""
-    set_seed(players[0].args.seed + RANK)  # each process draws other random numbers
-    waiting = list(seeds)[RANK::WORLD_SIZE]  # the processes share the seeds
+    """An episode on each seed, played by `act` or another `play`. Returns a dict for each, sorted by seed."""
+    set_seed(players[0].args.seed)
+    waiting = list(seeds)
     total = len(waiting)
     bar = progress("evaluating", unit=" steps")
     playing = players[:total]
@@ -1115,7 +1085,7 @@ def evaluate(policy, players, seeds, play=None) -> list[dict]:
         player.reset(waiting.pop(0))
     episodes = []
     while playing:
-        steps = (play or act)(policy, playing)  # act as it is now: an idea may have replaced it
+        steps = (play or act)(policy, playing)  # act is looked up now: another program may have replaced it
         for player, step in zip(list(playing), steps, strict=True):
             if step.done:
                 episodes.append(player.result())
@@ -1126,11 +1096,11 @@ def evaluate(policy, players, seeds, play=None) -> list[dict]:
         bar.set_postfix_str(f"{len(episodes)} of {total} episodes have ended", refresh=False)
         bar.update(len(steps))
     bar.close()
-    return sorted(gather(episodes), key=lambda episode: episode["seed"])
+    return sorted(episodes, key=lambda episode: episode["seed"])
 
 
 def summary(episodes) -> dict[str, float | None]:
-    """Means over episodes. The success rate is None if no episode has a flag; else one without has failed.
+    """Means over episodes. The success rate is None if no episode has a flag; else no flag counts as failed.
 
     >>> lost = {"success": None, "return": -1.0, "length": 3, "invalid": 1}
     >>> summary([lost, lost | {"success": True, "return": 2.0, "length": 1}])["success_rate"]
@@ -1157,31 +1127,8 @@ def evaluate_for_log(policy, players) -> dict[str, float | None]:
 # ---------------------------------------------------------------------------- the log and the checkpoint
 
 
-@torch.no_grad()
-def diagnostics(newlogprobs, logprobs, baselogprobs, mask, clip_coef) -> dict[str, float]:
-    """What the log tells of a micro-batch besides its losses; all but clip_coef (B, R).
-
-    With `old` for the policy that sampled, approx_kl estimates KL(old || current) and kl_base
-    KL(old || base). What is optimised, of the current policy, is in the log as kl_loss.
-    """
-    logratio = newlogprobs - logprobs
-    ratio = logratio.exp()
-    distance = (ratio - 1).abs()
-    return {
-        "ratio_distance": distance.max().item(),
-        "approx_kl": step_mean((ratio - 1) - logratio, mask).item(),  # as in CleanRL
-        "clipfrac": step_mean((distance > clip_coef).float(), mask).item(),
-        "kl_base": kl_base(logprobs, baselogprobs, mask).item(),
-        "entropy": -step_mean(logprobs, mask).item(),
-    }
-
-
 def log_row(policy, steps, stats, times, episodes) -> dict:
-    """A row of the log, of an update: its stats and times, means over its steps and over `episodes`, if any.
-
-    Of several processes, the means over steps and the losses are the first one's; the episodes, ratio_first,
-    advantage_std and the norms of the gradients are those of all.
-    """
+    """The log's row of an update: its stats and times, means over its steps and over `episodes`, if any."""
     of_episodes = summary(episodes) if episodes else {}
     cut = [step.tokens[-1] not in policy.stop_ids for step in steps]  # by max_new_tokens
     row = {
@@ -1191,7 +1138,7 @@ def log_row(policy, steps, stats, times, episodes) -> dict:
         "charts/invalid_action_rate": np.mean([step.action is None for step in steps]).item(),
         "charts/cut_share": np.mean(cut).item(),
         "charts/response_length": np.mean([len(step.tokens) for step in steps]).item(),
-        "charts/env_steps_per_second": len(steps) * WORLD_SIZE / sum(times.values()),
+        "charts/env_steps_per_second": len(steps) / sum(times.values()),
     }
     row |= {f"losses/{name}": x for name, x in stats.items()}
     row |= {f"time/{name}": seconds for name, seconds in times.items()}
@@ -1220,8 +1167,6 @@ PRINTED = {  # on the screen, of a row
 
 def write_row(folder: Path, row: dict, args: Args):
     """Write a row of the log: to log.jsonl, as a line on the screen, and to Weights & Biases if asked."""
-    if RANK > 0:
-        return
     for key, x in row.items():
         if isinstance(x, float) and not math.isfinite(x):
             row[key] = None  # JSON has no infinity
@@ -1247,8 +1192,6 @@ def write_row(folder: Path, row: dict, args: Args):
 
 def save_adapter(policy, folder: Path):
     """The adapter in PEFT's format, written under another name and then renamed."""
-    if RANK > 0:
-        return
     building = folder.with_name(folder.name + ".tmp")
     # PEFT's default would ask the hub whether the vocabulary has changed.
     policy.peft_model.save_pretrained(building, save_embedding_layers=False)
@@ -1264,9 +1207,7 @@ def trainable_weights(policy) -> dict[str, torch.Tensor]:
 def save_checkpoint(folder: Path, policy, optimizer, players, **state):
     """checkpoint.pt: all that a run needs to go on, replaced in one piece."""
     names = ("seed", "actions", "episode")
-    state["players"] = gather([{name: getattr(player, name) for name in names} for player in players])
-    if RANK > 0:
-        return
+    state["players"] = [{name: getattr(player, name) for name in names} for player in players]
     state["weights"] = trainable_weights(policy)
     state["optimizer"] = optimizer.state_dict()
     state["log_bytes"] = (folder / "log.jsonl").stat().st_size
@@ -1289,11 +1230,10 @@ def load_checkpoint(folder: Path, policy, optimizer, players) -> dict:
     """Bring a run, and its log, to where it was when it was saved. Returns the checkpoint."""
     state = load_weights(folder, policy)
     optimizer.load_state_dict(state["optimizer"])
-    if RANK == 0:
-        log = folder / "log.jsonl"
-        complete = log.stat().st_size >= state["log_bytes"]
-        check(complete, f"{log} is shorter than it was at the checkpoint: rows are lost")
-        os.truncate(log, state["log_bytes"])  # later rows, the last one perhaps half written, come again
+    log = folder / "log.jsonl"
+    complete = log.stat().st_size >= state["log_bytes"]
+    check(complete, f"{log} is shorter than it was at the checkpoint: rows are lost")
+    os.truncate(log, state["log_bytes"])  # what comes later is written again
     for player in players:
         saved = state["players"][player.index]
         player.reset(saved["seed"])
@@ -1334,7 +1274,7 @@ PRESETS = {
     **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARD_GAME),
     **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPT),
 }
-# Options that may differ when a run is resumed: the training is the same.
+# Options that may differ when a run is resumed: they change how it is computed, not what.
 MAY_CHANGE = {"device", "micro_batch_size", "gradient_checkpointing", "track", "resume"}
 MAY_BE_ZERO = {"seed", "value_warmup", "eval_episodes", "eval_every"}  # other whole numbers may not
 
@@ -1436,10 +1376,8 @@ def check_training(args: Args):
     rollout = f"num_envs * num_steps = {steps}"
     check(steps <= args.total_timesteps, f"{rollout} must be at most --total_timesteps")
     check(steps % args.minibatch_size == 0, f"{rollout} must be a multiple of --minibatch_size")
-    for name in ("num_envs", "minibatch_size"):
-        divides = getattr(args, name) % WORLD_SIZE == 0
-        check(divides, f"--{name} must be a multiple of the {WORLD_SIZE} processes")
-    check(WORLD_SIZE == 1 or ":" not in args.device, "--device must have no number: each process has its GPU")
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # torchrun's name
+    check(alone, "this is one process; several: torchrun --nproc_per_node=... extras/multi_gpu.py ...")
     check(not args.track or find_spec("wandb"), "--track needs Weights & Biases: pip install wandb")
     if args.model == "tiny":
         check(not args.adapter, "a toy is taught for its run: --adapter needs that run's base/ as --model")
@@ -1493,8 +1431,7 @@ def main(argv=None, args_class=Args, training=None):
     """The program. Another algorithm has options of its own, and a function (args, folder) that trains."""
     training = training or train
     program = Path(inspect.getfile(training)).stem  # the name of its file
-    launcher = "" if WORLD_SIZE == 1 else f"-m torch.distributed.run --nproc_per_node={WORLD_SIZE} "
-    resume = f"{sys.executable} {launcher}{sys.argv[0]} --resume"
+    resume = f"{sys.executable} {sys.argv[0]} --resume"
     folder = None
     try:
         args = parse_args(argv, args_class, program)
@@ -1503,12 +1440,10 @@ def main(argv=None, args_class=Args, training=None):
             reason = "--device cpu" if torch.cuda.is_available() else "which PyTorch does not find"
             print_line(f"the toy on the CPU, though this machine has an NVIDIA GPU: {reason}")
         envs.check_world(Player(args).env)  # before a model is loaded
-        if RANK == 0:  # it may teach the toy, so this comes before the other processes are joined
-            folder = Path(args.resume) if args.resume else new_run(args, program)
-        if WORLD_SIZE > 1:
-            join_processes(args)
-            [folder, *_] = gather([folder])  # that of the first process
-        if not args.resume:
+        if args.resume:
+            folder = Path(args.resume)
+        else:
+            folder = new_run(args, program)
             args = load_args(folder, args_class)
         print_line(
             f"{folder}: {args.model} on {args.device} in {args.dtype}; args.json there has all options"
@@ -1517,8 +1452,6 @@ def main(argv=None, args_class=Args, training=None):
         training(args, folder)
         page = Path(__file__).parent / "extras" / "page.py"
         print_line(f"to look at it: {sys.executable} {page} {folder}")
-        if WORLD_SIZE > 1:
-            dist.destroy_process_group()
     except UserError as error:
         exit_with(error)
     except KeyboardInterrupt:

@@ -115,16 +115,16 @@ def add_advantages(steps, last_values, args) -> dict[str, float | None]:
         last_value = last_values[n, 0].cpu()
         advantages = token_gae(rewards, values, last_value, dones, timed_out, args.gamma, decays)
         for step, advantage, value in zip(of_player, advantages, values, strict=True):
-            step.advantage, step.ret = advantage, advantage + value
+            step.advantage, step.return_ = advantage, advantage + value
 
     # Every step weighs the same, however long its response is.
-    advantages = vldac.gather([step.advantage for step in steps])
+    advantages = [step.advantage for step in steps]
     mean = torch.stack([advantage.mean() for advantage in advantages]).mean()
     squares = torch.stack([(advantage - mean).pow(2).mean() for advantage in advantages])
     std = (squares.sum() / (len(squares) - 1)).sqrt()
     for step in steps:
         step.advantage = (step.advantage - mean) / (std + 1e-8)
-    returns = torch.stack([step.ret[0] for step in steps])  # as VL-DAC's: of the states before a response
+    returns = torch.stack([step.return_[0] for step in steps])  # as VL-DAC's: of the states before a response
     errors = returns - torch.tensor([step.value[0] for step in steps])
     explained = (1 - errors.var() / returns.var()).item() if returns.var() > 0 else None
     return {"explained_variance": explained, "advantage_std": std.item()}
@@ -151,16 +151,16 @@ def token_value_loss(values, returns, mask):
     return 0.5 * step_mean((values - returns).pow(2), mask)
 
 
-def losses(policy, micro, args):
+def losses(policy, micro_batch, args):
     """vldac.losses with values of tokens: a copy but for the lines below which "Of tokens" is written."""
-    prompts, responses = [step.prompt for step in micro], [step.tokens for step in micro]
+    prompts, responses = [step.prompt for step in micro_batch], [step.tokens for step in micro_batch]
     newlogprobs, mask, newvalues = policy(prompts, responses)
-    logprobs = pad([step.logprobs for step in micro])  # (B, R)
-    baselogprobs = pad([step.baselogprobs for step in micro])  # (B, R)
+    logprobs = pad([step.logprobs for step in micro_batch])  # (B, R)
+    baselogprobs = pad([step.baselogprobs for step in micro_batch])  # (B, R)
 
     # Of tokens:
-    advantages = pad([step.advantage for step in micro]).to(args.device)  # (B, R)
-    returns = pad([step.ret for step in micro]).to(args.device)  # (B, R)
+    advantages = pad([step.advantage for step in micro_batch]).to(args.device)  # (B, R)
+    returns = pad([step.return_ for step in micro_batch]).to(args.device)  # (B, R)
     pg_loss = token_policy_loss(newlogprobs, logprobs, advantages, mask, args.clip_coef)
     v_loss = token_value_loss(newvalues[:, :-1], returns, mask)
 

@@ -4,7 +4,7 @@ What VL-DAC is compared with: K episodes from the same start; an episode's advan
 mean of the others', and all its tokens share it; no critic, so the critic's options have no effect (gamma,
 gae_lambda, value_warmup, value_hidden, stop_grad). KL term and cosine are VL-DAC's, as in its paper.
 
-    python extras/loop.py --env OneRoom    takes vldac.py's options and --group_size; one process
+    python extras/loop.py --env OneRoom    takes vldac.py's options and --group_size
 
 It has `collect`, `make_minibatches` and `train` of its own, and replaces vldac.policy_loss.
 """
@@ -37,8 +37,8 @@ class Args(vldac.Args):
         super().__post_init__()
         if self.group_size < 2 or self.num_envs % self.group_size:
             raise UserError("--num_envs must be a multiple of --group_size, and that at least 2")
-        if self.vf_coef != 0 or vldac.WORLD_SIZE > 1:
-            raise UserError("there is no critic, so no --vf_coef, and there is one process only")
+        if self.vf_coef != 0:
+            raise UserError("there is no critic, so no --vf_coef")
 
 
 def leave_one_out(returns):
@@ -111,7 +111,7 @@ def make_minibatches(episodes, args) -> list:
 
 def train(args, folder):
     """A whole training, as long as num_envs * num_steps steps are left."""
-    players = [vldac.Player(args, index) for index in range(args.num_envs)]
+    players = vldac.make_players(args)
     eval_args = dataclasses.replace(args, split="eval")
     eval_players = vldac.evaluation_players(eval_args, args.eval_episodes)
     vldac.set_seed(args.seed)
@@ -132,8 +132,9 @@ def train(args, folder):
 
     while played + unit <= args.total_timesteps:
         u += 1
-        rate = vldac.cosine(played // unit, num_updates, args.learning_rate, args.final_learning_rate)
-        optimizer.param_groups[0]["lr"] = rate
+        start, end = args.learning_rate, args.final_learning_rate
+        learning_rate = vldac.cosine(played // unit, num_updates, start, end)
+        optimizer.param_groups[0]["lr"] = learning_rate
         vldac.set_seed(vldac.training_seed(args.seed, 0, u))
         start = time.perf_counter()
         episodes = collect(policy, players, args, u)
@@ -142,7 +143,7 @@ def train(args, folder):
         vldac.score(policy, minibatches)
         steps = list(itertools.chain(*episodes))
         for step in steps:
-            step.ret = step.value  # not used: the value loss has the weight 0
+            step.return_ = step.value  # not used: the value loss has the weight 0
         scored = time.perf_counter()
         stats = {}
         if minibatches:
@@ -156,11 +157,11 @@ def train(args, folder):
         row = {"update": u, "global_step": played, "episodes": results}
         times = {"collect": collected - start, "score": scored - collected, "update": updated - scored}
         row |= vldac.log_row(policy, steps, stats, times, recent)
-        row["charts/learning_rate"] = rate
+        row["charts/learning_rate"] = learning_rate
         del episodes, steps, minibatches  # their pixels are large; the next ones need the memory
         last = played + unit > args.total_timesteps
-        between = args.eval_every and u % args.eval_every == 0 and eval_players
-        if last or between:
+        evaluation_due = args.eval_every and u % args.eval_every == 0 and eval_players
+        if last or evaluation_due:
             row |= vldac.evaluate_for_log(policy, eval_players)
             vldac.save_adapter(policy, folder / ("adapter" if last else f"adapter-{played}"))
         vldac.write_row(folder, row, args)

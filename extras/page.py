@@ -61,9 +61,10 @@ def picture(frame) -> bytes:
 def score(policy, steps):
     """Complete the steps: log-probabilities and values, by forward passes as large as in training."""
     for start in range(0, len(steps), policy.args.micro_batch_size):
-        micro = steps[start : start + policy.args.micro_batch_size]
-        logprobs, _, values = policy([step.prompt for step in micro], [step.tokens for step in micro])
-        for step, padded, value in zip(micro, logprobs, values.tolist(), strict=True):
+        micro_batch = steps[start : start + policy.args.micro_batch_size]
+        prompts, responses = [step.prompt for step in micro_batch], [step.tokens for step in micro_batch]
+        logprobs, _, values = policy(prompts, responses)
+        for step, padded, value in zip(micro_batch, logprobs, values.tolist(), strict=True):
             step.logprobs = padded[: len(step.tokens)]
             step.value = value
 
@@ -165,7 +166,7 @@ def strip(seed, recording) -> str:
     cards = []
     for number, moment in enumerate(recording.moments, 1):
         step = moment.step
-        critic = "" if step.ret is None else f"<br>V {step.value:.2f}, A {step.ret - step.value:+.2f}"
+        critic = "" if step.return_ is None else f"<br>V {step.value:.2f}, A {step.return_ - step.value:+.2f}"
         source = "data:image/webp;base64," + base64.b64encode(moment.image).decode()
         cards.append(
             f'<figure class="{"" if step.action else "bad"}"><img alt="" src="{source}">'

@@ -100,7 +100,7 @@ def group(curves) -> dict[tuple[str, str], list[Curve]]:
 def plot(curves, results, out, colors=None):
     """Learning curves: a panel per world; the mean of the seeds as a thick line, results dashed.
 
-    colors  of methods and players; others get the next ones of matplotlib's cycle
+    colors  of methods and of who else plays; others get the next ones of matplotlib's cycle
     """
     try:
         from matplotlib.figure import Figure
@@ -136,8 +136,8 @@ def plot(curves, results, out, colors=None):
             for run in runs:
                 axes[world].plot(run.steps, run.rates, color=color, alpha=0.4, linewidth=0.8)
     for result in results:
-        player = result["player"]
-        name = {"random": "random actions", "hint": "scripted player"}.get(player, player)
+        command = result["command"]
+        name = {"random": "random actions", "hint": "scripted player"}.get(command, command)
         color = colors.setdefault(name, f"C{len(colors) - 2}")
         rate = result["summary"]["success_rate"]
         axis = axes[world_name(result["task"]["env"])]

@@ -60,17 +60,17 @@ def thought_weights(policy, tokens) -> torch.Tensor:
     return weights
 
 
-def losses(policy, micro, args):
+def losses(policy, micro_batch, args):
     """vldac.losses with another policy loss: a copy but for the lines below which "RL4VLM" is written."""
-    prompts, responses = [step.prompt for step in micro], [step.tokens for step in micro]
+    prompts, responses = [step.prompt for step in micro_batch], [step.tokens for step in micro_batch]
     newlogprobs, mask, newvalues = policy(prompts, responses)
-    logprobs = pad([step.logprobs for step in micro])  # (B, R)
-    baselogprobs = pad([step.baselogprobs for step in micro])  # (B, R)
-    advantages = torch.tensor([step.advantage for step in micro], device=args.device)  # (B,)
-    returns = torch.tensor([step.ret for step in micro], device=args.device)  # (B,)
+    logprobs = pad([step.logprobs for step in micro_batch])  # (B, R)
+    baselogprobs = pad([step.baselogprobs for step in micro_batch])  # (B, R)
+    advantages = torch.tensor([step.advantage for step in micro_batch], device=args.device)  # (B,)
+    returns = torch.tensor([step.return_ for step in micro_batch], device=args.device)  # (B,)
 
     # RL4VLM:
-    weights = pad([thought_weights(policy, step.tokens) for step in micro])  # (B, R)
+    weights = pad([thought_weights(policy, step.tokens) for step in micro_batch])  # (B, R)
     pg_loss = rl4vlm_loss(newlogprobs, logprobs, advantages, weights, args.clip_coef)
 
     v_loss = value_loss(newvalues, returns)

@@ -10,8 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import AutoModelForImageTextToText
 from transformers.cache_utils import StaticCache
 from transformers.generation import GenerationMixin
 
@@ -22,7 +24,15 @@ import cuda_graph  # noqa: E402
 
 import test_vldac  # noqa: E402
 import vldac  # noqa: E402
-from test_vldac import FAMILIES, make_policy, refused, some_prompts, without_times  # noqa: E402
+from test_vldac import (  # noqa: E402
+    FAMILIES,
+    TEXT_LAYERS,
+    make_policy,
+    options,
+    refused,
+    some_prompts,
+    without_times,
+)
 
 torch.set_num_threads(1)  # the models here are too small to share
 # pytest finds fixtures by the names of a module.
@@ -319,6 +329,50 @@ def test_a_graph_is_kept_for_fewer_tokens_and_made_anew_for_more(model, graphs):
     assert made == [1, 2, 2, 2, 3]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_as_products_is_peft_s_to_the_bit(family, dtype, model_folder):
+    """Log-probabilities and gradients of all its weights; with the adapter switched off too."""
+    policy = make_policy(model_folder(family), dtype=dtype, max_image_tokens=16, lora_rank=16)
+    cuda_graph.lora_as_products(policy.vlm)
+    prompts = some_prompts(policy, [1, 2])
+    responses = [torch.tensor([60, 61, 62]), torch.tensor([63])]
+
+    def computed():
+        logprobs, _, values = policy(prompts, responses)
+        gradients = torch.autograd.grad(logprobs.sum(), policy.lora_parameters(), materialize_grads=True)
+        with policy.peft_model.disable_adapter(), torch.no_grad():
+            baselogprobs, _, _ = policy(prompts, responses)
+        assert (logprobs - baselogprobs).abs().max() > 0.01
+        return [logprobs, values, baselogprobs, *gradients]
+
+    plain = computed()
+    layers = [module for module in policy.vlm.modules() if isinstance(module, cuda_graph.LoraLinear)]
+    for layer in layers:
+        del layer.forward  # PEFT's own again
+    assert 2 * len(layers) == len(policy.lora_parameters())
+    torch.testing.assert_close(plain, computed(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("variant, replaced", [
+    ({}, True), ({"use_dora": True}, False), ({"lora_bias": True}, False),
+])  # fmt: skip
+def test_variants_of_lora_keep_peft_s_own_forward(variant, replaced, model, tmp_path):
+    """DoRA scales the whole product, and a bias is added: they are not y + scale * B A x."""
+    torch.manual_seed(0)
+    base = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float64)
+    config = LoraConfig(r=4, lora_alpha=24, target_modules=TEXT_LAYERS, init_lora_weights=False, **variant)
+    plain = get_peft_model(base, config)
+    plain.save_pretrained(tmp_path)
+    policy = vldac.VLMPolicy(options(model, adapter=str(tmp_path), lora_alpha=24, dtype="float64"))
+    cuda_graph.lora_as_products(policy.vlm)
+    inputs = policy.inputs(some_prompts(policy, [1]))
+    with torch.no_grad():
+        torch.testing.assert_close(policy.vlm(**inputs).logits, plain(**inputs).logits)
+    layers = [module for module in policy.vlm.modules() if isinstance(module, cuda_graph.LoraLinear)]
+    assert layers and all(("forward" in vars(layer)) == replaced for layer in layers)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_decoding_step_needs_neither_data_nor_the_host(family, model_folder, graphs):
     """On meta tensors, which have no data, and which an operation from the host would betray."""
@@ -351,7 +405,7 @@ def test_a_decoding_step_needs_neither_data_nor_the_host(family, model_folder, g
     assert out.logits.shape[:2] == (8, 1) and not hosts
 
 
-def test_a_graph_needs_one_gpu(model, capsys):
+def test_a_graph_needs_a_gpu(model, capsys):
     message = refused(["--env", "NumberLine", "--model", model, "--device", "cpu"], capsys, cuda_graph.main)
     assert "a CUDA graph needs a GPU" in message
 

@@ -159,15 +159,15 @@ def test_loop_takes_the_mean_over_an_episode_s_tokens_and_drops_groups_without_s
     assert sizes == ([5] if minibatch_size == 128 else [3, 2])  # equally large
 
     met = 0
-    for micro in itertools.chain(*minibatches):
-        mask = column(micro, "tokens")
+    for micro_batch in itertools.chain(*minibatches):
+        mask = column(micro_batch, "tokens")
         new = torch.zeros(mask.shape, requires_grad=True)
-        loss = loop.loop_loss(new, torch.zeros(new.shape), column(micro, "advantage"), mask, 0.1)
-        [gradient] = torch.autograd.grad(loss * len(micro) / 5, new)  # its part of all 5 steps
-        shares = [-1 / 6 if step in first else 1 / 3 for step in micro]  # its advantage over its tokens
+        loss = loop.loop_loss(new, torch.zeros(new.shape), column(micro_batch, "advantage"), mask, 0.1)
+        [gradient] = torch.autograd.grad(loss * len(micro_batch) / 5, new)  # its part of all 5 steps
+        shares = [-1 / 6 if step in first else 1 / 3 for step in micro_batch]  # its advantage over its tokens
         shares = torch.tensor(shares) / 4  # of 4 episodes: the dropped ones count
         torch.testing.assert_close(gradient, shares[:, None] * mask)
-        met += len(micro)
+        met += len(micro_batch)
     assert met == 5
 
 
@@ -225,7 +225,7 @@ def test_the_advantages_of_tokens_by_hand(kind, gae_lambda, flags, step_0):
     stats = critic.add_advantages(steps, torch.tensor([[8.0]]), args)
     step_1 = STEP_1[flags]
     returns = [np.add(step_0, [1, 2]).tolist(), np.add(step_1, [4, 6, 7]).tolist()]
-    assert [step.ret.tolist() for step in steps] == returns
+    assert [step.return_.tolist() for step in steps] == returns
     mean = (np.mean(step_0) + np.mean(step_1)) / 2  # a step of two tokens weighs as much as one of three
     variance = np.mean((step_0 - mean) ** 2) + np.mean((step_1 - mean) ** 2)  # their sum, over 2 - 1
     assert stats["advantage_std"] == pytest.approx(math.sqrt(variance))
@@ -251,7 +251,7 @@ def test_where_a_response_is_one_token_its_value_is_the_step_s_to_the_bit(kind):
         of_steps.append(vldac.Step({}, torch.zeros(1), "", None, reward, done, out, value=value))
     stats = critic.add_advantages(of_tokens, last_values[:, None], args)
     assert stats == pytest.approx(vldac.add_advantages(of_steps, last_values, args), abs=1e-5)
-    assert [step.ret.item() for step in of_tokens] == [step.ret for step in of_steps]
+    assert [step.return_.item() for step in of_tokens] == [step.return_ for step in of_steps]
     normalised = [step.advantage.item() for step in of_tokens]
     assert normalised == pytest.approx([step.advantage for step in of_steps], abs=1e-5)
 
@@ -292,13 +292,16 @@ def test_an_update_of_tokens_steps_along_equation_6(stop_grad, warmup, model, mo
     changes = {"value_hidden": [], "dtype": "float64"}
     policy = make_policy(model, cls=critic.TokenCritic, stop_grad=stop_grad, **changes)
     minibatches = some_minibatches(policy, micro_batch_size=4)
-    micro = [*minibatches[0][0], *minibatches[0][1]]
-    for step in micro:
-        step.advantage, step.ret = torch.randn(2, len(step.tokens))
-    new, mask, values = scored(policy, micro)
-    pg_loss = critic.token_policy_loss(new, column(micro, "logprobs"), column(micro, "advantage"), mask, 0.1)
-    kl = vldac.kl_base(new, column(micro, "baselogprobs"), mask)
-    errors = [value[: len(step.ret)] - step.ret for value, step in zip(values, micro, strict=True)]
+    micro_batch = [*minibatches[0][0], *minibatches[0][1]]
+    for step in micro_batch:
+        step.advantage, step.return_ = torch.randn(2, len(step.tokens))
+    new, mask, values = scored(policy, micro_batch)
+    old, advantages = column(micro_batch, "logprobs"), column(micro_batch, "advantage")
+    pg_loss = critic.token_policy_loss(new, old, advantages, mask, 0.1)
+    kl = vldac.kl_base(new, column(micro_batch, "baselogprobs"), mask)
+    errors = []
+    for value, step in zip(values, micro_batch, strict=True):
+        errors.append(value[: len(step.return_)] - step.return_)
     v_loss = torch.stack([error.pow(2).mean() / 2 for error in errors]).mean()
     loss = 0.15 * v_loss if warmup else pg_loss + 0.05 * kl + 0.15 * v_loss  # Eq. 6
     expected = gradients(policy, loss)

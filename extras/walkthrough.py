@@ -63,9 +63,9 @@ def show_advantages(steps, deltas):
     for n in range(N):
         for t in range(T):
             step = steps[t * N + n]
-            advantage = step.ret - step.value  # before it is normalised
+            advantage = step.return_ - step.value  # before it is normalised
             end = "time-out" if step.timed_out else "end" if step.done else ""
-            numbers = [step.reward, step.value, deltas[t, n].item(), advantage, step.ret, step.advantage]
+            numbers = [step.reward, step.value, deltas[t, n].item(), advantage, step.return_, step.advantage]
             rows.append([n, t, str(step.action), *numbers, end])
     columns = ["player", "t", "action", "reward", "V", "delta", "A", "G", "normalised A", ""]
     show("3. add_advantages: GAE over the environment steps", columns, rows)
@@ -80,7 +80,7 @@ def show_losses(policy, steps, args):
     show("4. losses: Eq. 6, over all steps", ["", "policy", "KL", "value", "sum"], rows)
     print("\n  (Before the optimizer step all ratios are 1, and the normalised A sum to 0.)")
     _, _, values = policy([step.prompt for step in steps], [step.tokens for step in steps])
-    v_loss = vldac.value_loss(values, torch.tensor([step.ret for step in steps], device=args.device))
+    v_loss = vldac.value_loss(values, torch.tensor([step.return_ for step in steps], device=args.device))
     print()
     for name, scalar in (("the sum", loss), ("the value loss alone", v_loss)):
         gradients = torch.autograd.grad(scalar, policy.lora_parameters(), materialize_grads=True)

@@ -27,7 +27,7 @@ DRY = "--dry" in sys.argv
 visible = os.environ.get("CUDA_VISIBLE_DEVICES")
 torch.cuda.device_count()  # asked before test_vldac hides them from what comes later
 
-from cuda_graph import Policy  # noqa: E402
+from cuda_graph import LoraLinear, Policy, lora_as_products  # noqa: E402
 from test_cuda_graph import stand_in  # noqa: E402
 
 import vldac  # noqa: E402
@@ -82,9 +82,9 @@ def decoding(policy, N):
     prompts, generation, times = prompts_of(policy, N), policy.vlm.generate, []
     for kind in ("PEFT", "products", "graph"):
         generation.recorded = kind == "graph"
-        vldac.lora_as_products(policy.vlm)
+        lora_as_products(policy.vlm)
         for layer in policy.vlm.modules():
-            if kind == "PEFT" and isinstance(layer, vldac.LoraLinear):
+            if kind == "PEFT" and isinstance(layer, LoraLinear):
                 del layer.forward
         seconds = [responses(policy, prompts, tokens)[1] for tokens in (40, 8, 40, 8, 40)]
         times.append((min(seconds[2::2]) - min(seconds[1::2])) / 32 * 1000)
