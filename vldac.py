@@ -18,7 +18,7 @@ adapters on the language model, and the value head. The rest, the vision tower t
     In the first `value_warmup` updates only the value head learns. There is no entropy bonus.
 
 By default 16 environments play 32 steps: a rollout of 512. One update is two epochs of 4 minibatches, so 8
-optimizer steps. A run is 100 updates (of the toy, 40 in most worlds).
+optimizer steps. A run is 100 updates (the toy's: 40 in most worlds).
 
 Where the code differs from the paper or from its released code (github.com/corl-team/VL-DAC), a comment
 "Deviation n" says what it does and why; docs/details.md has more on each. The four largest:
@@ -241,7 +241,7 @@ def pad(tensors, filler=0, side="right") -> torch.Tensor:
     return pad_sequence(tensors, batch_first=True, padding_value=filler, padding_side=side)
 
 
-# What a processor returns for every token of a prompt; all else is of its images.
+# What a processor returns for every token of a prompt; every other key describes its images.
 PER_TOKEN = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 
 
@@ -257,8 +257,8 @@ class VLMPolicy(nn.Module):
         self.args = args
         self.processor = load_processor(args.model, args.max_image_tokens)
         self.tokenizer = self.processor.tokenizer
-        # Three handles on one model: `peft_model` switches the adapter, `vlm` generates, and `vlm.model`
-        # gives hidden states.
+        # Three handles on one model: `vlm` generates, `vlm.model` gives hidden states, and `peft_model`
+        # switches the adapter, which PEFT has put inside `vlm`. What loads all this stands below the update.
         self.vlm = load_vlm(args)
         self.peft_model = add_lora(self.vlm, args)
         self.banned_ids = placeholder_ids(self.vlm.config)  # never sampled: they stand for images
@@ -268,7 +268,7 @@ class VLMPolicy(nn.Module):
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         self.special_tokens = re.compile("|".join(map(re.escape, special)))
         text_config = self.vlm.config.get_text_config()
-        self.logit_cap = getattr(text_config, "final_logit_softcapping", None)  # of Gemma 4
+        self.logit_cap = getattr(text_config, "final_logit_softcapping", None)  # Gemma 4's
 
         # Deviation 3: the value head is fp32. Half precision is too coarse for small errors.
         sizes = [text_config.hidden_size, *args.value_hidden]
@@ -347,7 +347,7 @@ class VLMPolicy(nn.Module):
             output = self.vlm.generate(**inputs)  # (B, P + R)
         tokens = output[:, P:]
         stops = torch.isin(tokens, self.stop_ids).long()  # (B, R)
-        lengths = (stops.cumsum(1) == stops).sum(1)  # (B,), up to and including the first stop
+        lengths = (stops.cumsum(1) == stops).sum(1)  # (B,): equal before the first stop and at it
         return [response[:length] for response, length in zip(tokens, lengths, strict=True)]
 
     def decode(self, responses) -> list[str]:
@@ -386,7 +386,7 @@ class VLMPolicy(nn.Module):
 
     @torch.no_grad()
     def values(self, prompts) -> torch.Tensor:
-        """Values (B,) of prompts that have no response yet: R is 0, and all that is (B, R) is empty."""
+        """Values (B,) of prompts that have no response yet: R is 0, and the log-probabilities are (B, 0)."""
         _, _, values = self(prompts, [self.no_tokens] * len(prompts))
         return values
 
@@ -517,9 +517,9 @@ def make_minibatches(steps, args: Args) -> list:
     def length(step):
         return step.prompt["input_ids"].shape[1] + len(step.tokens)
 
-    # Deviation 8: drawn once, before scoring, and not anew for each epoch. Rounding depends on the batch. As
-    # a step is scored and trained in the same batch, its ratios are exactly 1 before the first optimizer
-    # step, in bfloat16 too.
+    # Deviation 8: drawn once, before scoring, and not anew for each epoch. Rounding depends on the batch
+    # and its padding. As a step is scored and trained in the same batch, its ratios are exactly 1 before the
+    # first optimizer step, in bfloat16 too.
     minibatches = []
     for indices in torch.randperm(len(steps)).split(args.minibatch_size):
         # Similar lengths save padding. The longest, which need the most memory, come first.
@@ -847,8 +847,8 @@ def train(args: Args, folder: Path):
         start = time.perf_counter()
         steps, last_prompts, episodes = collect(policy, players, args)
         collected = time.perf_counter()
-        # Minibatches hold the same Step objects in another order. The next two functions complete these: what
-        # they write into the steps is there in the minibatches, too.
+        # Minibatches hold the same Step objects in random order. `score` completes them there, in the batches
+        # that are trained; `add_advantages` reads the values and completes them in the order of time.
         minibatches = make_minibatches(steps, args)
         score(policy, minibatches)
         stats = add_advantages(steps, policy.values(last_prompts), args)

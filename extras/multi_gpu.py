@@ -4,9 +4,10 @@
 
 --num_envs and --minibatch_size stay totals: of 4 processes each has a quarter. Advantages are normalised over
 the steps of all, and gradients are averaged before they are clipped, so the processes keep equal weights. The
-first one writes. Its runs are runs of vldac.py: --resume goes on with any number of processes.
+first one writes. Other random numbers are drawn than by one process, and a minibatch has equally many steps
+of each. Its runs are runs of vldac.py: --resume goes on with any number of processes that divides the totals.
 
-It replaces functions of vldac, and each does its part by the one that it replaces. It was tested with
+It replaces functions of vldac, and each calls the one that it replaces on its part. It was tested with
 processes on a CPU.
 """
 
