@@ -1070,7 +1070,7 @@ def evaluation_players(args: Args, episodes) -> list[Player]:
     """Players for so many episodes."""
     at_once = args.num_envs
     if args.env in [*envs.RED_BOX, *envs.CARDS]:  # light worlds: a larger batch takes little longer
-        at_once = min(4 * at_once, 64)  # simulators, browsers and unknown worlds may need much memory
+        at_once = min(4 * at_once, 64)  # others, like simulators and browsers, may need much memory
     return [Player(args) for _ in range(min(episodes, at_once))]
 
 
@@ -1233,7 +1233,7 @@ def load_checkpoint(folder: Path, policy, optimizer, players) -> dict:
     log = folder / "log.jsonl"
     complete = log.stat().st_size >= state["log_bytes"]
     check(complete, f"{log} is shorter than it was at the checkpoint: rows are lost")
-    os.truncate(log, state["log_bytes"])  # what comes later is written again
+    os.truncate(log, state["log_bytes"])  # later rows, perhaps half a one, are written again
     for player in players:
         saved = state["players"][player.index]
         player.reset(saved["seed"])

@@ -99,7 +99,10 @@ def evaluate(policy, players, seeds, play=None):
 
 
 def log_row(policy, steps, stats, times, episodes):
-    """Means over the processes; None where one of them has none. The samples are the first one's."""
+    """Means over the processes, but the sum of speeds, and the largest ratio_first and memory.
+
+    None where one of them has none. The samples are the first one's.
+    """
     rows = gather([original.log_row(policy, steps, stats, times, episodes)])
     row = dict(rows[0])
     for key in row.keys() - {"samples"}:
