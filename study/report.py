@@ -5,6 +5,7 @@
     python study/report.py ranks runs/*                each method against the first, success over the run
     python study/report.py pairs runs/*                the same, of pairs with the same seed
     python study/report.py ends runs/*                 and of such pairs' success after training
+    python study/report.py reached 0.95 runs/*         how many of a method's runs end there or above
     python study/report.py thoughts FILE               of thoughts.csv: true ones, before and after
     python study/report.py plot runs/A runs/B r.json   learning curves, results as dashed lines
     python study/report.py rows runs/A runs/B          their logs as rows of runs.csv, without its header
@@ -15,6 +16,7 @@ or OneRoom/VL-DAC@40-44 for some of the seeds. For plot, --out FILE comes last.
 
 import csv
 import itertools
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,6 +176,55 @@ def sign_flip(differences) -> float:
     return (distances >= distances[0] - 1e-9).mean().item()
 
 
+def interval(differences) -> tuple[float, float] | None:
+    """The 95 % interval of pairs' mean difference: the means that a sign-flip test does not refuse (0.05).
+
+    The test assumes that differences are symmetric about that mean. Then the means of their 2^n - 1 subsets
+    cut the line into 2^n intervals, each of which has the true mean as often as any other (Hartigan 1969). So
+    the ends are the k-th smallest and the k-th largest of them, k = 0.025 * 2^n rounded down. None below six
+    pairs, where k is 0.
+
+    >>> interval([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])  # k is 1: the smallest and the largest difference
+    (0.1, 0.6)
+    """
+    subsets = np.array(list(itertools.product([0, 1], repeat=len(differences)))[1:])
+    k = int(0.025 * 2 ** len(differences))
+    if k == 0:
+        return None
+    means = np.sort(subsets @ np.array(differences) / subsets.sum(1))
+    return means[k - 1].item(), means[-k].item()
+
+
+def count_interval(count, n) -> tuple[float, float]:
+    """The 95 % interval of the chance behind a count of n (Clopper and Pearson 1934).
+
+    Its lower end is the chance with which so many or more have a probability of 0.025, its upper end the one
+    with which so many or fewer have it.
+
+    >>> [round(end, 4) for end in count_interval(0, 10)]  # 1 - 0.025 ** (1 / 10)
+    [0.0, 0.3085]
+    """
+
+    def lower(count):
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            p = (low + high) / 2
+            at_least = sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(count, n + 1))
+            low, high = (low, p) if at_least > 0.025 else (p, high)
+        return low
+
+    return lower(count), 1 - lower(n - count)
+
+
+def from_to(ends) -> str | None:
+    """An interval as text, and None where there is none.
+
+    >>> from_to((-0.05, 0.1))
+    '-0.050 to 0.100'
+    """
+    return None if ends is None else "{:.3f} to {:.3f}".format(*ends)
+
+
 def markdown(lines) -> str:
     """A table. Rates have three digits, and None is a dash.
 
@@ -312,10 +363,11 @@ def paired(paths, title, difference) -> str:
 
     title, difference  of the column that has the mean difference: a function of the rows of a pair, the first
                        method's and the other's
+    95 %               the interval of that mean
     ahead              in how many pairs it is above 0
     p, Holm            exact sign-flip test of that mean, and corrected for all of the table
     """
-    lines, ps = [["world", "method", "against", "pairs", title, "ahead", "p", "Holm"]], []
+    lines, ps = [["world", "method", "against", "pairs", title, "95 %", "ahead", "p", "Holm"]], []
     for world, methods_of_world in by_method(paths).items():
         (first, first_runs), *others = methods_of_world.items()
         for method, runs in others:
@@ -324,7 +376,8 @@ def paired(paths, title, difference) -> str:
                 raise UserError(f"{world}: {method} and {first} share no seed")
             differences = [difference(first_runs[seed], runs[seed]) for seed in seeds]
             ahead = sum(x > 0 for x in differences)
-            lines.append([world, method, first, len(seeds), spread(differences), ahead])
+            ends = from_to(interval(differences))
+            lines.append([world, method, first, len(seeds), spread(differences), ends, ahead])
             ps.append(sign_flip(differences))
     for line, p, corrected in zip(lines[1:], ps, holm(ps), strict=True):
         line += [f"{p:.2g}", f"{corrected:.2g}"]
@@ -347,15 +400,34 @@ def difference_over_the_run(first, other) -> float:
     return run_of(other).mean() - run_of(first).mean()
 
 
+def success_after(run) -> float:
+    """Success on the fixed seeds after training; UserError if it was not evaluated."""
+    if run.after is None:
+        raise UserError(f"{run.world}, {run.method}, seed {run.seed}: it was not evaluated after training")
+    return run.after
+
+
 def difference_after(first, other) -> float:
-    """Of success on the fixed seeds in the last evaluation."""
-    return run_of(other).after - run_of(first).after
+    return success_after(run_of(other)) - success_after(run_of(first))
+
+
+def reached(rate, paths) -> str:
+    """A row for every method: how many of its runs end at this success or above.
+
+    95 %  the interval of the chance behind this count
+    """
+    lines = [["world", "method", "runs", f"end at {rate} or above", "95 %"]]
+    for (world, method), runs in curves.group(load_runs(paths)).items():
+        count = sum(success_after(run) >= rate for run in runs)
+        lines.append([world, method, len(runs), count, from_to(count_interval(count, len(runs)))])
+    return markdown(lines)
 
 
 def thoughts(path) -> str:
     """The share of true thoughts of each method in each room, and a test of its change for the first method.
 
-    p  exact sign-flip test of after less before, in pairs of a seed
+    95 %  the interval of the mean change
+    p     exact sign-flip test of after less before, in pairs of a seed
     """
     groups = {}
     with open(path, newline="") as file:
@@ -363,12 +435,13 @@ def thoughts(path) -> str:
             shares = float(row["before"]), float(row["after"])
             groups.setdefault((row["method"], row["room"]), []).append(shares)
     first, _ = next(iter(groups))
-    lines = [["method", "room", "runs", "before", "after", "change", "p"]]
+    lines = [["method", "room", "runs", "before", "after", "change", "95 %", "p"]]
     for (method, room), shares in groups.items():
         before, after = np.array(shares).T
         p = f"{sign_flip(after - before):.2g}" if method == first else None
         ends = [before.mean().item(), after.mean().item()]
-        lines.append([method, room, len(shares), *ends, spread(after - before), p])
+        change = [spread(after - before), from_to(interval(after - before))]
+        lines.append([method, room, len(shares), *ends, *change, p])
     return markdown(lines)
 
 
@@ -414,6 +487,8 @@ def main(argv=None):
                 print(paired(paths, "over the run", difference_over_the_run))
             case ["ends", *paths] if paths:
                 print(paired(paths, "after", difference_after))
+            case ["reached", rate, *paths] if paths:
+                print(reached(float(rate), paths))
             case ["thoughts", path]:
                 print(thoughts(path))
             case ["plot", *paths, "--out", out] if paths:

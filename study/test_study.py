@@ -120,19 +120,28 @@ def test_pairs_of_runs(tmp_path, capsys):
     path.write_text("\n".join(lines))
     report.main(["pairs", str(path), "Room/A", "Room/B", "Room/C"])
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| Room | B | A | 2 | 0.037 (0.025 to 0.050) | 2 | 0.5 | 1 |",
-        "| Room | C | A | 1 | 0.000 (0.000 to 0.000) | 0 | 1 | 1 |",
+        "| Room | B | A | 2 | 0.037 (0.025 to 0.050) | - | 2 | 0.5 | 1 |",
+        "| Room | C | A | 1 | 0.000 (0.000 to 0.000) | - | 0 | 1 | 1 |",
     ]
     report.main(["ends", str(path), "Room/A", "Room/B"])  # A's end is 0
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| Room | B | A | 2 | 0.300 (0.200 to 0.400) | 2 | 0.5 | 0.5 |",
+        "| Room | B | A | 2 | 0.300 (0.200 to 0.400) | - | 2 | 0.5 | 0.5 |",
+    ]
+    report.main(["reached", "0.4", str(path), "Room/A", "Room/B"])  # 0, 0 and 0.4, 0.2, 0.6
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| Room | A | 2 | 0 | 0.000 to 0.842 |",
+        "| Room | B | 3 | 2 | 0.094 to 0.992 |",
     ]
     # Trained elsewhere, so that there is a row of the end only.
     path.write_text("\n".join([lines[0], "Room,A,0,,9,,,,0.2,0,,,", "Room,B,0,,9,,,,0.5,0,,,"]))
     report.main(["ends", str(path), "Room/A", "Room/B"])
-    assert "| 0.300 (0.300 to 0.300) | 1 | 1 | 1 |" in capsys.readouterr().out
+    assert "| 0.300 (0.300 to 0.300) | - | 1 | 1 | 1 |" in capsys.readouterr().out
     report.main(["methods", str(path), "Room/A"])
     assert "| Room | A | 1 | 0 | 0.200 (0.200 to 0.200) | 1.000 |" in capsys.readouterr().out
+
+    path.write_text("\n".join([lines[0], "Room,A,0,,0,,,,0.2,0,,,", "Room,A,0,1,1,0.5,0,,,,,,"]))
+    message = "Room, A, seed 0: it was not evaluated after training"
+    assert message in refused(["reached", "0.4", path, "Room/A"], capsys, report.main)
 
     others = "Room, B, seed 1: its first three rollouts are others"
     for right, wrong, message in [
@@ -166,9 +175,9 @@ def test_shares_of_true_thoughts(tmp_path, capsys):
     path.write_text("\n".join(["world,method,seed,room,before,after", *rows]))
     report.main(["thoughts", str(path)])
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| A | Room | 2 | 0.800 | 0.750 | -0.050 (-0.100 to 0.000) | 1 |",
-        "| A | Hall | 1 | 0.500 | 0.500 | 0.000 (0.000 to 0.000) | 1 |",
-        "| B | Room | 1 | 0.900 | 1.000 | 0.100 (0.100 to 0.100) | - |",
+        "| A | Room | 2 | 0.800 | 0.750 | -0.050 (-0.100 to 0.000) | - | 1 |",
+        "| A | Hall | 1 | 0.500 | 0.500 | 0.000 (0.000 to 0.000) | - | 1 |",
+        "| B | Room | 1 | 0.900 | 1.000 | 0.100 (0.100 to 0.100) | - | - |",
     ]
 
 
@@ -179,6 +188,41 @@ def test_a_sign_flip_test_is_that_of_all_choices(n):
         means = [np.mean(differences * signs) for signs in itertools.product([-1, 1], repeat=n)]
         expected = np.mean(np.abs(means) >= abs(differences.mean()) - 1e-9)
         assert report.sign_flip(differences) == pytest.approx(expected)
+
+
+def test_the_interval_of_a_mean_by_hand():
+    """Of seven differences k is 3: of the subsets' means the third smallest and the third largest."""
+    differences = [1, 2, 4, 8, 16, 32, 64]
+    lowest = [1, (1 + 2) / 2, 2]
+    highest = [64, (64 + 32) / 2, (64 + 16) / 2]  # before (64 + 32 + 16) / 3
+    assert report.interval(differences) == (lowest[-1], highest[-1])
+    assert report.interval([2, 3, 5, 7, 11, 13]) == (2, 13)
+    assert report.interval([2, 3, 5, 7, 11]) is None
+
+
+@pytest.mark.parametrize("n", [6, 8, 10])
+def test_the_interval_has_the_means_that_a_sign_flip_test_does_not_refuse(n):
+    for seed in range(5):
+        differences = np.random.default_rng(seed).normal(size=n)
+        low, high = report.interval(differences)
+        for inside, outside in [(low + 1e-6, low - 1e-6), (high - 1e-6, high + 1e-6)]:
+            assert report.sign_flip(differences - inside) > 0.05
+            assert report.sign_flip(differences - outside) <= 0.05
+
+
+@pytest.mark.parametrize("count, n", [(0, 10), (18, 20), (5, 5), (29, 30)])
+def test_the_interval_of_a_count(count, n):
+    """At its ends so many or more, and so many or fewer, have a probability of 0.025."""
+    low, high = report.count_interval(count, n)
+
+    def chance(p, counts):
+        return sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in counts)
+
+    if count > 0:
+        assert chance(low, range(count, n + 1)) == pytest.approx(0.025)
+    if count < n:
+        assert chance(high, range(count + 1)) == pytest.approx(0.025)
+    assert (low == 0) == (count == 0) and (high == 1) == (count == n)
 
 
 def test_the_likeliest_action_is_scored_after_the_sampled_thought(tmp_path):
