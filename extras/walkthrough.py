@@ -7,6 +7,7 @@ The run is not changed. Every number is computed by the functions of vldac.py.
 """
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 
@@ -44,9 +45,19 @@ def show_prompt(policy, step):
     print(f"\n  the response: {step.text}\n  its action: {step.action}")
 
 
+def thought_mask(policy, step):
+    """(R_b,) bool: which tokens of a response are its thought."""
+    return rl4vlm.thought_weights(policy, step.tokens) == 0
+
+
+def least_likely(policy, step) -> float:
+    """The lowest log-probability of a token of the thought; a response without one is not chosen."""
+    return min(step.logprobs[thought_mask(policy, step)].tolist(), default=-math.inf)
+
+
 def show_scores(policy, step):
     """Log-probabilities of a response, token by token."""
-    thought = rl4vlm.thought_weights(policy, step.tokens) == 0  # (R_b,)
+    thought = thought_mask(policy, step)
     rows = []
     for token, logprob, base, is_thought in zip(
         step.tokens, step.logprobs, step.baselogprobs, thought, strict=True
@@ -123,8 +134,9 @@ def main(folder):
     vldac.score(policy, minibatches)
     last_values = policy.values(last_prompts)
     vldac.add_advantages(steps, last_values, args)
-    # The response that teaches most: its advantage is large, and one of its tokens was unlikely.
-    step = max(steps, key=lambda step: abs(step.advantage) * -step.logprobs.min().item())
+    # Of the half that teaches most, the response whose thought is the likeliest: it is a sensible one.
+    steps_by_size = sorted(steps, key=lambda step: abs(step.advantage))
+    step = max(steps_by_size[-T:], key=lambda step: least_likely(policy, step))
     show_prompt(policy, step)
     show_scores(policy, step)
 
