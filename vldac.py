@@ -840,7 +840,7 @@ def train(args: Args, folder: Path):
 
     updates = range(state["update"] + 1, num_updates + 1)
     for u in tqdm(updates, initial=state["update"], total=num_updates, disable=None):  # None: not in a file
-        set_seed(training_seed(args.seed, 0, u))  # a resumed run goes on as if it had never stopped
+        set_seed(training_seed(args.seed, u))  # a resumed run goes on as if it had never stopped
         learning_rate = cosine(u - 1, num_updates, args.learning_rate, args.final_learning_rate)
         optimizer.param_groups[0]["lr"] = learning_rate
 

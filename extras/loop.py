@@ -135,7 +135,7 @@ def train(args, folder):
         start, end = args.learning_rate, args.final_learning_rate
         learning_rate = vldac.cosine(played // unit, num_updates, start, end)
         optimizer.param_groups[0]["lr"] = learning_rate
-        vldac.set_seed(vldac.training_seed(args.seed, 0, u))
+        vldac.set_seed(vldac.training_seed(args.seed, u))
         start = time.perf_counter()
         episodes = collect(policy, players, args, u)
         collected = time.perf_counter()
