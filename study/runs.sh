@@ -97,7 +97,8 @@
 #   (transfer-prompts), so with the same frequencies of actions but without looking, or on its own prompt after another
 #   one's thought (transfer-thoughts). 16 players, and the last one of an evaluation exchanges with none. Described: what
 #   success is left, beside transfer-reward's and transfer-coin's.
-# * "Does sharper sampling do without reward?" has 50 episodes a toy in OneRoom instead of 200, as most last 180 steps.
+#   (Written afterwards: the frequencies are not the same, as players that do not look come to other places.)
+# * "Does sharper sampling do without reward?" has 50 episodes a toy in OneRoom instead of 200, as most last long.
 # Written later that day, when 18 of the 20 runs of VL-DAC-more were known and two of them had ended below 0.95 (seeds 60 and
 # 74):
 # * Would they arrive with twice the steps? VL-DAC-more-on, of the seeds of VL-DAC-more that end below 0.95: their runs are
