@@ -17,11 +17,13 @@ or OneRoom/VL-DAC@40-44 for some of the seeds. For plot, --out FILE comes last.
 import csv
 import itertools
 import math
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "extras")]
@@ -41,9 +43,10 @@ LOGGED = {
     "eval_invalid": "eval/invalid_action_rate",
     "explained_variance": "losses/explained_variance",
 }
-# episodes: that ended in the update. The last two: before training, with the likeliest tokens, and with the
-# likeliest action (likeliest.py); runs.sh measures them.
-COLUMNS = ["world", "method", "seed", "episodes", *LOGGED, "eval_greedy", "eval_likeliest"]
+# episodes: that ended in the update. The next two: before training, with the likeliest tokens, and with the
+# likeliest action (likeliest.py); runs.sh measures them. processor: on which the run was made, empty in older
+# rows.
+COLUMNS = ["world", "method", "seed", "episodes", *LOGGED, "eval_greedy", "eval_likeliest", "processor"]
 
 
 @dataclass
@@ -73,6 +76,13 @@ class Run(curves.Curve):
         return np.trapezoid(self.rates, self.steps).item() / self.steps[-1].item()
 
 
+def processor() -> str:
+    """This machine's kind of processor: its name, as Linux gives it, and the instructions PyTorch uses."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)", info.read_text(), re.M) if info.exists() else []
+    return " ".join([*names[:1], torch.backends.cpu.get_cpu_capability()])
+
+
 def rows_of_run(folder) -> list[dict]:
     """A run's log, as rows of such a table."""
     log, args = curves.load_log(folder)
@@ -82,7 +92,8 @@ def rows_of_run(folder) -> list[dict]:
     for row in log:
         values = [row.get(key) for key in LOGGED.values()]
         values = [round(x, 5) if isinstance(x, float) else x for x in values]
-        rows.append(run | {"episodes": len(row.get("episodes", []))} | dict(zip(LOGGED, values, strict=True)))
+        run |= {"episodes": len(row.get("episodes", [])), "processor": processor()}
+        rows.append(run | dict(zip(LOGGED, values, strict=True)))
     return rows
 
 
@@ -123,8 +134,8 @@ def load_table(path, names) -> list[list[dict]]:
                 seed = int(row["seed"])
                 chosen = not seeds or int(first) <= seed <= int(last or first)
                 if chosen and name == f"{row['world']}/{row['method']}":
-                    values = {column: float(x) if x else None for column, x in list(row.items())[2:]}
-                    runs.setdefault((number, seed), []).append(row | values)
+                    numbers = {name: float(row[name]) if row[name] else None for name in COLUMNS[2:-1]}
+                    runs.setdefault((number, seed), []).append(row | numbers)
     if len({number for number, _ in runs}) < len(names) or not names:
         raise UserError(f"{path}: after it, the worlds and methods that it has, like OneRoom/VL-DAC")
     return [runs[key] for key in sorted(runs)]
@@ -467,7 +478,8 @@ def plot(paths, out):
     paths = [path for path in paths if not path.endswith(".json")]
     runs = load_runs(paths) if paths else []
     for run in runs:
-        run.method = run.method.removesuffix("-again").removesuffix("-test")  # the same method on other runs
+        for suffix in ("-again", "-test", "-now"):  # the same method on other runs
+            run.method = run.method.removesuffix(suffix)
     if len({run.world for run in runs}) == 1 and not results:
         for run in runs:
             run.world = run.method
