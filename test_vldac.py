@@ -1709,8 +1709,10 @@ def test_precedence_is_command_line_world_toy_default(model, capsys):
     assert "environment steps, rounded down to whole updates; default: 51200" in shown
     assert "have other defaults" in shown
 
-    words = ["--env", "FourRooms", "--device", "cpu"]
-    assert vldac.parse_args(words).total_timesteps == Args.total_timesteps  # the world's wins over the toy's
+    for world, steps in (("OneRoom", 12_288), ("FourRooms", 51_200), ("Hallway", 20_480)):
+        words = ["--env", world, "--device", "cpu", "--model"]
+        assert vldac.parse_args([*words, "tiny"]).total_timesteps == steps
+        assert vldac.parse_args([*words, model]).total_timesteps == Args.total_timesteps
     words = ["--env", "WebShop", "--device", "cpu", "--model"]  # long prompts, but a toy is small
     assert vldac.parse_args([*words, model]).gradient_checkpointing
     assert not vldac.parse_args([*words, "tiny"]).gradient_checkpointing

@@ -18,7 +18,7 @@ adapters on the language model, and the value head. The rest, the vision tower t
     In the first `value_warmup` updates only the value head learns. There is no entropy bonus.
 
 By default 16 environments play 32 steps: a rollout of 512. One update is two epochs of 4 minibatches, so 8
-optimizer steps. A run is 100 updates (the toy's: 24 in most worlds).
+optimizer steps. A run is 100 updates (the toy's: 24 in OneRoom, 40 in most worlds).
 
 Where the code differs from the paper or from its released code (github.com/corl-team/VL-DAC), a comment
 "Deviation n" says what it does and why; docs/details.md has more on each. The four largest:
@@ -1261,7 +1261,6 @@ CARD_GAME = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0}
 LONG_PROMPT = {"num_images": 1, "gradient_checkpointing": True}
 PRESETS = {
     "tiny": {
-        "total_timesteps": 12_288,
         "num_images": 1,
         "max_image_tokens": 16,
         "max_new_tokens": 40,
@@ -1271,10 +1270,11 @@ PRESETS = {
         "kl_coef": 0.01,  # with more it stays too near to what imitation taught
         "value_hidden": [256, 256],
     },
-    **dict.fromkeys(["FourRooms", "WallGap"], {"total_timesteps": 51_200}),  # more than the toy's
     **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARD_GAME),
     **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPT),
 }
+# The toy's total_timesteps; in other worlds 20,480.
+TOY_STEPS = {"OneRoom": 12_288, "FourRooms": 51_200, "WallGap": 51_200}
 # Options that may differ when a run is resumed: they change how it is computed, not what.
 MAY_CHANGE = {"device", "micro_batch_size", "gradient_checkpointing", "track", "resume"}
 MAY_BE_ZERO = {"seed", "value_warmup", "eval_episodes", "eval_every"}  # other whole numbers may not
@@ -1345,6 +1345,7 @@ def parse_args(argv=None, args_class=Args, program=None, defaults=None) -> Args:
         defaults = PRESETS.get(args.env, {})
         if args.model == "tiny":
             defaults = PRESETS["tiny"] | defaults | {"gradient_checkpointing": False}
+            defaults["total_timesteps"] = TOY_STEPS.get(args.env, 20_480)
     args = args_class(**defaults | fixed | typed)
     for name, x in fixed.items():
         unchanged = getattr(args, name) == x

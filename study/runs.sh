@@ -108,7 +108,7 @@
 # played, and not looked at): its evaluations have 50 episodes instead of 200, which were reckoned at five hours.
 # Written on 2026-11-29, before the first run of each of what follows, and when nobody had looked at any of their seeds
 # (of OneRoomS6FastNoHints, 10 to 14 are for tuning). The toy's default has changed since the runs above: its KL
-# coefficient is 0.01 (it was 0.05), OneRoom's lesson has a third of hints (a quarter), and a run has 12,288 steps (20,480),
+# coefficient is 0.01 (it was 0.05), and in OneRoom the lesson has a third of hints (a quarter) and a run 12,288 steps (20,480),
 # all chosen on seeds 10 to 19. Those above have the older default: to make them again, take commit c7931d9. New
 # rows say on which kind of processor they were made; both runs of a pair have the same.
 # * How sure is the README's own command? OneRoom, seeds 80 to 109, VL-DAC-now: how many end at 0.95 or more on the 200
