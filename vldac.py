@@ -105,7 +105,7 @@ class Args:
     num_envs: int = 16  # environments that play at once
     num_steps: int = 32  # environment steps of each environment per update
     max_episode_steps: int | None = None  # default: the world's own limit
-    invalid_reward: float | None = None  # for a response without admissible action; default: the world's own
+    invalid_reward: float | None = None  # for a response that names no action; default: the world's own
     num_images: int = 4  # newest frames in the prompt
     max_image_tokens: int = 256  # at most, per frame; some models have their own number, or a larger minimum
     temperature: float = 1.0  # of sampling, and so of scoring
@@ -317,8 +317,8 @@ class VLMPolicy(nn.Module):
 
             [padding prompt | response padding]
 
-        So all responses start in column P. From the mask the model derives the positions of the tokens.
-        Without responses R is 0.
+        So all responses start in column P. The padding changes nothing: it is masked, and the model uses
+        only how far tokens are apart. Without responses R is 0.
         """
         responses = responses or [self.no_tokens] * len(prompts)
         tokens = pad(responses)  # (B, R), filled up with any id: it is masked
@@ -404,7 +404,7 @@ class Player:
 
     An environment is Gymnasium's. It shows {"image": (height, width, 3) uint8, "text": str}; its actions are
     strings; info["task"] says what to achieve, info["actions"] what is admissible now, info["left"] how many
-    actions may still be taken, and info["success"] whether the task is achieved (None: not told).
+    actions may still be taken, and info["success"] whether the task is achieved (None: unknown).
     """
 
     def __init__(self, args: Args, index=0):
@@ -416,7 +416,7 @@ class Player:
     def reset(self, seed):
         """Begin the episode of this seed: an episode is a function of its seed and its actions."""
         self.seed, self.actions, self.total = seed, [], 0.0
-        with envs.traced(self.seed, self.actions):  # if the world raises, seed and actions are told
+        with envs.traced(self.seed, self.actions):  # if the world raises, seed and actions are reported
             observation, self.info = self.env.reset(seed=seed)
         self.task = self.info["task"]  # in later infos there need be none
         self.observations = deque([observation], maxlen=self.args.num_images)
@@ -522,7 +522,7 @@ def make_minibatches(steps, args: Args) -> list:
     # first optimizer step, in bfloat16 too.
     minibatches = []
     for indices in torch.randperm(len(steps)).split(args.minibatch_size):
-        # Similar lengths save padding. The longest, which need the most memory, come first.
+        # Similar lengths save padding. In a minibatch the longest, which need the most memory, come first.
         minibatch = sorted([steps[i] for i in indices.tolist()], key=length, reverse=True)
         starts = range(0, len(minibatch), args.micro_batch_size)
         minibatches.append([minibatch[start : start + args.micro_batch_size] for start in starts])
@@ -563,7 +563,7 @@ def gae(rewards, values, last_values, dones, gamma, gae_lambda):
     last_values      (N,)    V of the state after the rollout, ignored where its last step ended the episode
     dones            (T, N)  1 if the episode ended *with* step t (CleanRL stores it one step later)
     Returns advantages and returns = advantages + values, both (T, N). They are targets: give values that have
-    no gradient. Of time-outs it knows nothing: the caller gives such a step r_t = V(s_t) and dones = 1.
+    no gradient. It does not know of time-outs: see Deviation 9 in `add_advantages`.
 
     >>> rewards, values = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.5], [0.5]])
     >>> gae(rewards, values, torch.tensor([9.0]), torch.tensor([[0], [1]]), gamma=1.0, gae_lambda=0.5)
@@ -642,7 +642,7 @@ def policy_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
     tensor(-2.4000)
     """
     # Deviation 10: every token counts, from the first to the end of the turn, whatever its id or its ratio.
-    # Masked before exp: else an infinite number under the padding would make the gradient NaN.
+    # Masked before exp: an infinite number under a caller's padding would make the gradient NaN.
     ratio = (newlogprobs - logprobs).masked_fill(mask == 0, 0).exp()
     advantages = advantages[:, None]  # (B, 1): a bare (B,) would broadcast over the tokens when B = R
     pg_loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef))
@@ -698,10 +698,11 @@ def kl_old(newlogprobs, logprobs, mask):
 
 @torch.no_grad()
 def diagnostics(newlogprobs, logprobs, baselogprobs, mask, clip_coef) -> dict[str, float]:
-    """What the log tells of a micro-batch besides its losses; all but clip_coef (B, R).
+    """What the log tells of a micro-batch besides its losses.
 
+    newlogprobs, logprobs, baselogprobs, mask  (B, R), as in `losses`
     With `old` for the policy that sampled, approx_kl estimates KL(old || current), kl_base KL(old || base)
-    and entropy that of `old`, per token. What is optimised, of the current policy, is there as kl_loss.
+    and entropy that of `old`, per token. The KL of the current policy, which is optimised, is kl_loss.
     """
     logratio = newlogprobs - logprobs
     ratio = logratio.exp()
@@ -761,7 +762,7 @@ def update(policy, optimizer, minibatches, args: Args, warmup=False) -> dict[str
     """
     policy.train()  # only for gradient checkpointing: there is no dropout
     for parameter in policy.lora_parameters():
-        parameter.requires_grad_(not warmup)
+        parameter.requires_grad_(not warmup)  # until the end of this function
     logs, sizes, norms = [], [], []
     for epoch in range(args.update_epochs):
         # Later epochs take the same ones in a new order.
@@ -776,7 +777,7 @@ def update(policy, optimizer, minibatches, args: Args, warmup=False) -> dict[str
                 sizes.append(len(micro_batch))
             norms.append(optimizer_step(policy, optimizer, args))
     for parameter in policy.lora_parameters():
-        # Autocast keeps a weight's bfloat16 copy only if the weight wants a gradient. Else the next rollout
+        # Autocast keeps the bfloat16 copy of a weight only if it requires a gradient. Else the next rollout
         # would make a copy for every token.
         parameter.requires_grad_(True)
 
@@ -847,8 +848,9 @@ def train(args: Args, folder: Path):
         start = time.perf_counter()
         steps, last_prompts, episodes = collect(policy, players, args)
         collected = time.perf_counter()
-        # Minibatches hold the same Step objects in random order. `score` completes them there, in the batches
-        # that are trained; `add_advantages` reads the values and completes them in the order of time.
+        # `minibatches` holds the Step objects of `steps` in random order, and the two calls after it write
+        # into them: `score` log-probabilities and values, in the batches that are trained, `add_advantages`
+        # advantages and returns, in the order of time.
         minibatches = make_minibatches(steps, args)
         score(policy, minibatches)
         stats = add_advantages(steps, policy.values(last_prompts), args)
