@@ -39,7 +39,8 @@ import vldac  # noqa: E402
 FIXED_THOUGHT = "let me see"  # in a world without captions
 # How likely a taught action is the hint; in other worlds 1/4. EZPoints pays only for four right symbols in a
 # row: with 1/4 that happens about once in a hundred episodes, and some seeds never start to learn. In OneRoom
-# some seeds are slow with 1/4, as most of their first rollouts have no success.
+# some seeds are slow with 1/4, as most of their first rollouts have no success. In WallGap 1/2 helps
+# little: two tuning seeds ended at 0.165 and 0.065 with a KL coefficient of 0.05, one at 0.030 with 0.01.
 HINT_SHARE = {"EZPoints": 1 / 2, "OneRoom": 1 / 3}
 NAMES = "endoftext im_start im_end vision_start vision_end image_pad video_pad".split()
 SPECIAL = [f"<|{name}|>" for name in NAMES]
