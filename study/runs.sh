@@ -238,10 +238,10 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   }
   local one_update="--total_timesteps 512 --eval_episodes 0" room=study.worlds:OneRoomS6
   each OneRoom VL-DAC-now "$(echo {80..109})" $vldac --env OneRoom
+  each OneRoom taught-now "$(echo {80..89})" $vldac --env OneRoom $one_update
   each OneRoom VL-DAC-now-KL-0.05 "$(echo {80..89})" $vldac --env OneRoom --kl_coef 0.05
   each OneRoomS6NoHints VL-DAC-now "$(echo {50..59})" $vldac --env ${room}NoHints-v0 --total_timesteps 51200
   each OneRoomS6NoHints taught-now "$(echo {50..59})" $vldac --env ${room}NoHints-v0 $one_update
-  each OneRoom taught-now "$(echo {80..89})" $vldac --env OneRoom $one_update
   for world in Hallway EZPoints NumberLine FourRooms WallGap; do
     each $world VL-DAC-now "$(echo {80..84})" $vldac --env $world
     each $world taught-now "$(echo {80..84})" $vldac --env $world $one_update
