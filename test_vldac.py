@@ -2771,7 +2771,7 @@ def test_the_notebook_s_program_acts(tmp_path, model, monkeypatch, capsys):
 def test_the_readme_s_loss_can_be_copied():
     """With torch alone, and called as there: two episodes of one step, rewards 1 and 0."""
     [names] = re.findall(r"^(.*) need only torch", README, re.M)
-    [lines] = re.findall(r"```python\n(# Of a rollout.*?)```", README, re.S)
+    [lines] = re.findall(r"```python\n(# From a rollout.*?)```", README, re.S)
     there = {"torch": torch}
     for name in re.findall(r"`(\w+)`", names):
         exec(inspect.getsource(getattr(vldac, name)), there)
