@@ -499,7 +499,7 @@ def main(argv=None):
                 print(paired(paths, "over the run", difference_over_the_run))
             case ["ends", *paths] if paths:
                 print(paired(paths, "after", difference_after))
-            case ["reached", rate, *paths] if paths:
+            case ["reached", rate, *paths] if paths and rate.replace(".", "").isdigit():
                 print(reached(float(rate), paths))
             case ["thoughts", path]:
                 print(thoughts(path))
