@@ -8,9 +8,10 @@
     python eval.py compare A.json B.json               paired difference of two results, exact McNemar test
 
 All but the last play --episodes 200 on seeds 0, 1, 2, ..., which training never draws, by the code that
-trains, and write to --out FILE. --mode greedy takes the likeliest tokens. Of a run, which may be one of
-another algorithm in extras/ too, only what concerns the episodes and their speed can be changed: --help has
-those options. To look at a run: extras/page.py; curves: extras/plot.py; tables: study/report.py.
+trains, and write to a file in runs/NAME/eval/ (of a run) or results/, or to --out FILE. --mode greedy takes
+the likeliest tokens. A run, which may be one of another algorithm in extras/ too, has its own options; those
+of its episodes and of sampling can be changed: --help has them. To look at a run: extras/page.py; curves:
+extras/plot.py; tables: study/report.py.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from envs import UserError, check, exit_with
 
 @dataclass
 class Args(vldac.Args):
-    """The options of vldac.py, two with another meaning, and three of an evaluation."""
+    """The options of vldac.py, three with another meaning, and three of an evaluation."""
 
     adapter: str | None = None  # folder of the adapter to evaluate; of a run, instead of its checkpoint
     split: Literal["train", "eval"] = "eval"
@@ -115,6 +116,8 @@ def scripted(command):
 
 # What two results must share to be compared.
 TASK = ("env", "split", "max_episode_steps", "invalid_reward")
+# What else decides how a model plays.
+SAMPLING = ("temperature", "max_new_tokens", "num_images", "max_image_tokens", "dtype")
 
 
 def make_result(command, args, checkpoint=None) -> dict:
@@ -136,6 +139,7 @@ def make_result(command, args, checkpoint=None) -> dict:
             weights = f"checkpoint.pt, update {vldac.load_weights(checkpoint, policy)['update']}"
         print(f"weights: {weights or 'the model itself'}")
         result |= {"mode": args.mode, "model": args.model, "weights": weights}
+        result["sampling"] = {name: getattr(args, name) for name in SAMPLING}
         if args.mode == "greedy":  # the others are the defaults, at which transformers does not warn
             policy.vlm.generation_config.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
     players = vldac.evaluation_players(args, args.episodes)
@@ -170,7 +174,7 @@ def compare(path_a, path_b) -> str:
         differing.append("seeds")
     check(not differing, f"{path_a} and {path_b} differ in {', '.join(differing)} and cannot be compared")
     pairs = list(zip(a["episodes"], b["episodes"], strict=True))
-    lines = f"A: {result_line(a)}\nB: {result_line(b)}\nB - A: "
+    lines = f"A: {path_a}\n   {result_line(a)}\nB: {path_b}\n   {result_line(b)}\nB - A: "
     if a["summary"]["success_rate"] is None and b["summary"]["success_rate"] is None:
         differences = [y["return"] - x["return"] for x, y in pairs]
         higher, lower = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
@@ -185,7 +189,7 @@ def compare(path_a, path_b) -> str:
 # --------------------------------------------------------------------------------------------- the program
 
 
-# What an evaluation may change of a run: the episodes and their speed. All else is the run's own.
+# What an evaluation may change of a run: its episodes, sampling and speed, and which adapter plays.
 RUN_OPTIONS = "episodes mode seed out env split max_episode_steps invalid_reward adapter temperature".split()
 RUN_OPTIONS += "max_new_tokens num_envs micro_batch_size device dtype".split()
 # Of a model or a scripted policy, what else a run would say.
@@ -196,7 +200,7 @@ def check_allowed(argv, allowed):
     """UserError if an option is typed that an evaluation does not have; --help tells those that it has."""
     if {"-h", "--help"} & set(argv):
         texts = vldac.option_help(Args)
-        print("options of an evaluation\n")
+        print("options of an evaluation (of a run, the defaults are the run's own)\n")
         for name in allowed:
             print(f"    --{name:18} {texts[name]}")
         raise SystemExit(0)
@@ -212,19 +216,22 @@ def options_of_run(command, folder, argv, episodes=200):
     check_allowed(argv, RUN_OPTIONS)
     saved = dataclasses.replace(vldac.load_args(folder, Args), split="eval", episodes=episodes)
     args = vldac.parse_args(argv, Args, program="eval", defaults=vars(saved))
-    if command == "start" or args.adapter != saved.adapter:
+    if command == "start" or "adapter" in vldac.typed_options(argv, Args):
         return args, None
     has_weights = Path(folder, "checkpoint.pt").exists()
     check(has_weights, f"{folder} has saved nothing yet: there is no checkpoint.pt")
     return args, folder
 
 
-def write_result(result, args, folder):
-    """Write a result, and print it in a line."""
+def write_result(result, args, folder, argv):
+    """Write a result into a file whose name tells what was typed, and print it in a line."""
     who = args.model if result["command"] == "model" else result["command"]
     adapter = args.adapter if result["weights"] == args.adapter else None  # else they are of a checkpoint
-    split = args.split if args.split != "eval" else None
-    name = "-".join(filter(None, [args.env, split, who, adapter, result["mode"], str(args.episodes)]))
+    parts = [args.env, who, adapter, result["mode"], str(args.episodes)]
+    for option, x in vldac.typed_options(argv, Args).items():
+        if option in ("seed", *TASK[1:], *SAMPLING):
+            parts.append(f"{option}-{x}")
+    name = "-".join(filter(None, parts))
     out = Path(args.out or folder / (re.sub(r"[^\w.-]+", "-", name) + ".json"))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result) + "\n", encoding="utf-8")
@@ -234,13 +241,15 @@ def write_result(result, args, folder):
 def main(argv=None):
     try:
         match sys.argv[1:] if argv is None else argv:
+            case ["run" | "start", "-h" | "--help"]:
+                check_allowed(["--help"], RUN_OPTIONS)
             case ["run" | "start" as command, folder, *options]:
                 args, checkpoint = options_of_run(command, Path(folder), options)
-                write_result(make_result(command, args, checkpoint), args, Path(folder, "eval"))
+                write_result(make_result(command, args, checkpoint), args, Path(folder, "eval"), options)
             case ["model" | "random" | "hint" as command, *options]:
                 check_allowed(options, MODEL_OPTIONS)
                 args = vldac.parse_args(options, Args, program="eval")
-                write_result(make_result(command, args), args, Path("results"))
+                write_result(make_result(command, args), args, Path("results"), options)
             case ["compare", a, b]:
                 print(compare(a, b))
             case ["-h" | "--help"]:

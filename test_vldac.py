@@ -1413,7 +1413,10 @@ def test_a_run_starts_from_an_adapter_that_opens_with_plain_peft(run, model):
     shutil.rmtree(adapter)
     result = evaluated(second / "result.json", "start", second, "--episodes", 2)
     assert result["weights"] == str(second / "adapter-0")
-    evaluated(second / "result.json", "run", second, "--episodes", 2)
+    result = evaluated(second / "result.json", "run", second, "--episodes", 2, "--temperature", 0.5)
+    assert result["weights"].startswith("checkpoint.pt") and result["sampling"]["temperature"] == 0.5
+    words = ["run", second, "--episodes", 2, "--adapter", second / "adapter-0"]
+    assert evaluated(second / "result.json", *words)["weights"] == str(second / "adapter-0")
     (second / "checkpoint.pt").unlink()
     vldac.main(["--resume", str(second)])
     assert without_times(rows_of(second)) == without_times(rows)
@@ -1848,6 +1851,7 @@ def test_the_toy_is_taught_again_for_what_its_lesson_depends_on_only(tmp_path, m
     my_world = importlib.import_module("extras.my_world")
     first = folder()
     assert folder(learning_rate=1.0, lora_rank=3) == folder(edited=vldac) == first
+    assert folder(env="extras.my_world:Doors").exists() is False  # Gymnasium takes the newest version
     others = {folder(seed=7), folder(edited=build_prompt), folder(edited=envs), folder(edited=my_world)}
     assert len(others - {first}) == 4 and first.parent == tmp_path / "vldac"
 
@@ -1932,6 +1936,7 @@ def test_a_ceiling_a_floor_and_their_paired_difference(tmp_path):
     printed = evaluation.compare(tmp_path / "random.json", tmp_path / "hint.json")
     p = f"exact McNemar p = {2 / 2**lost:.2g}"
     assert printed.splitlines()[-1] == f"B - A: {lost / 60:+.3f} ({lost} won, 0 lost, {p})"
+    assert printed.splitlines()[0] == f"A: {tmp_path / 'random.json'}"
     evaluated(tmp_path / "other.json", "hint", *words, "--max_episode_steps", 5)
     with pytest.raises(envs.UserError, match="differ in max_episode_steps and"):
         evaluation.compare(tmp_path / "hint.json", tmp_path / "other.json")
@@ -1955,6 +1960,7 @@ def test_results_without_a_success_flag_are_compared_by_their_returns(tmp_path):
 
 def test_what_an_evaluation_may_change_is_told(capsys):
     for words, allowed in [
+        (["run", "--help"], evaluation.RUN_OPTIONS),
         (["run", "somewhere", "--help"], evaluation.RUN_OPTIONS),
         (["--help"], evaluation.MODEL_OPTIONS),
     ]:
@@ -1964,6 +1970,15 @@ def test_what_an_evaluation_may_change_is_told(capsys):
         assert list(told) == allowed
         assert told["episodes"] == "on seeds 0, 1, 2, ...; default: 200"
         assert told["split"].endswith("default: eval") and all(told.values())
+
+
+def test_the_name_of_a_result_tells_what_was_typed(tmp_path, monkeypatch):
+    """So a second evaluation does not replace the first, and the two can be compared."""
+    monkeypatch.chdir(tmp_path)
+    for words in ([], ["--seed", "1"], ["--max_episode_steps", "5", "--device", "cpu"]):
+        evaluation.main(["random", "--env", "NumberLine", "--episodes", "2", *words])
+    names = {"random-2", "random-2-seed-1", "random-2-max_episode_steps-5"}
+    assert {file.stem for file in Path("results").iterdir()} == {f"NumberLine-{name}" for name in names}
 
 
 WRONG_EVALUATIONS = {

@@ -101,7 +101,7 @@ class Generation:
         vldac.print_line(f"decoding goes on without a CUDA graph: {problem}")
         self.recorded = False
         self.forget()
-        return expected or self.vlm(**inputs)  # generate() goes on with the cache in it
+        return expected or self.vlm(**inputs)  # generate() goes on with the cache in what is returned
 
     def record(self, inputs):
         """Record the pass. Nothing is computed, and the cache is as before."""

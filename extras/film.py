@@ -2,7 +2,7 @@
 
     python extras/film.py runs/NAME    takes the options of `eval.py run`; --episodes 1 is the default
 
-writes runs/NAME/film-SEED.gif for each episode.
+writes film-SEED.gif for each episode into runs/NAME, or into --out FOLDER.
 """
 
 import io
@@ -86,13 +86,15 @@ def main(folder, *options):
         check(checkpoint, "a film shows the run's own start and end: it takes no --adapter")
         _, before = record("start", args)
         _, after = record("run", args, checkpoint)
+        out = Path(args.out or folder)
+        out.mkdir(parents=True, exist_ok=True)
         for seed in before:
-            animate(before[seed], after[seed], Path(folder, f"film-{seed}.gif"))
+            animate(before[seed], after[seed], out / f"film-{seed}.gif")
     except UserError as error:
         exit_with(error)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
+    if sys.argv[1:] in ([], ["-h"], ["--help"]):
         raise SystemExit(__doc__)
     main(*sys.argv[1:])

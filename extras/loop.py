@@ -2,7 +2,9 @@
 
 What VL-DAC is compared with: K episodes from the same start; an episode's advantage is its return less the
 mean of the others', and all its tokens share it; no critic, so the critic's options have no effect (gamma,
-gae_lambda, value_warmup, value_hidden, stop_grad). KL term and cosine are VL-DAC's, as in its paper.
+gae_lambda, value_warmup, value_hidden, stop_grad). KL term and cosine are VL-DAC's, as in its paper. Each
+player plays a whole episode in an update, so num_envs * num_steps is only the cosine's unit, and a run may
+exceed --total_timesteps by a part of its last update. The log's clipfrac has VL-DAC's lower bound.
 
     python extras/loop.py --env OneRoom    takes vldac.py's options and --group_size
 
@@ -98,7 +100,8 @@ def make_minibatches(episodes, args) -> list:
             for step in episode:
                 step.advantage = advantage.item() * len(step.tokens) / tokens
     # The loss is a mean over a step's tokens, then over steps, and proportional to the advantage. With these
-    # two factors it is LOOP's: a mean over an episode's tokens, then over all episodes.
+    # two factors it is LOOP's: a mean over an episode's tokens, then over all episodes. There those that were
+    # left out count as episodes without a loss; the KL loss (LOOP has none) is a mean over what is left.
     for step in steps:
         step.advantage *= len(steps) / len(episodes)
     if not steps:
@@ -132,8 +135,8 @@ def train(args, folder):
 
     while played + unit <= args.total_timesteps:
         u += 1
-        start, end = args.learning_rate, args.final_learning_rate
-        learning_rate = vldac.cosine(played // unit, num_updates, start, end)
+        index = played // unit
+        learning_rate = vldac.cosine(index, num_updates, args.learning_rate, args.final_learning_rate)
         optimizer.param_groups[0]["lr"] = learning_rate
         vldac.set_seed(vldac.training_seed(args.seed, u))
         start = time.perf_counter()

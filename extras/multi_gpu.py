@@ -7,7 +7,7 @@ the steps of all, and gradients are averaged before they are clipped, so the pro
 first one writes. Other random numbers are drawn than by one process, and a minibatch has equally many steps
 of each. Its runs are runs of vldac.py: --resume goes on with any number of processes that divides the totals.
 
-It replaces functions of vldac, and each calls the one that it replaces on its part. It was tested with
+It replaces functions of vldac; most call the one that they replace on their part. It was tested with
 processes on a CPU.
 """
 

@@ -227,6 +227,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
+    if sys.argv[1:] in ([], ["-h"], ["--help"]):
         raise SystemExit(__doc__)
     main()

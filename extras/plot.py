@@ -162,7 +162,7 @@ def main(argv=None):
         match sys.argv[1:] if argv is None else argv:
             case [*paths, "--out", out] if paths:
                 plot_files(paths, out)
-            case [*paths] if paths:
+            case [*paths] if paths and not paths[0].startswith("-"):
                 plot_files(paths, "curves.png")
             case _:
                 print(__doc__)

@@ -1,11 +1,12 @@
 """How to try an idea: VL-DAC with one ratio per response, the geometric mean of its tokens' ratios.
 
-As GSPO has it (Zheng et al. 2025, arXiv 2507.18071). Nothing else is changed, so this shows what the ratio
-per token is worth. Copy this file for a loss of your own.
+As GSPO has it (Zheng et al. 2025, arXiv 2507.18071). Nothing else is changed. Where all ratios are 1 the
+gradient is that of vldac.py, so what differs is mostly the clip: the mean leaves the clip range less often
+than a token does. (GSPO's own range is 1 - 0.0003 to 1 + 0.0004.) Copy this file for a loss of your own.
 
     python extras/response_ratio.py --env OneRoom    takes vldac.py's options
 
-It replaces vldac.policy_loss.
+It replaces vldac.policy_loss. The log's clipfrac has the ratios of tokens, as in vldac.py.
 """
 
 import sys

@@ -5,9 +5,11 @@ log-probability has the weight lambda. Critic, KL term, warm-up and the rest are
 
     python extras/rl4vlm.py --env OneRoom    takes vldac.py's options and --thought_coef
 
-It replaces vldac.losses.
+Unlike RL4VLM's code, a response without an "action" key is all thought. The log's clipfrac has the ratios of
+tokens, as in vldac.py, and not those that are clipped here. It replaces vldac.losses.
 """
 
+import bisect
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,19 +46,27 @@ def rl4vlm_loss(newlogprobs, logprobs, advantages, weights, clip_coef):
     return vldac.policy_loss(new, old, advantages, torch.ones_like(new), clip_coef)
 
 
-def thought_weights(policy, tokens) -> torch.Tensor:
-    """Lambda on the thought's tokens of a response, 1 on the others: (R_b,) -> (R_b,).
+def thought_length(policy, tokens) -> int:
+    """How many tokens of a response (R_b,) are its thought.
 
-    The thought ends before the token in which the last "action" key begins; without a key all is thought.
+    It ends before the token in which the last "action" key begins; without a key all is thought.
     """
-    weights = torch.ones(len(tokens), device=tokens.device)
     [response] = policy.decode([tokens])
     keys = list(vldac.ACTION_KEY.finditer(response))
-    for r in range(len(tokens)):
-        text_so_far = policy.tokenizer.decode(tokens[: r + 1])
-        if keys and len(text_so_far) > keys[-1].start():
-            break
-        weights[r] = policy.args.thought_coef
+    if not keys:
+        return len(tokens)
+    ids = tokens.tolist()
+
+    def characters(r):  # from the first token to token r
+        return len(policy.tokenizer.decode(ids[: r + 1]))
+
+    return bisect.bisect_right(range(len(ids)), keys[-1].start(), key=characters)
+
+
+def thought_weights(policy, tokens) -> torch.Tensor:
+    """Lambda on the thought's tokens of a response, 1 on the others: (R_b,) -> (R_b,)."""
+    weights = torch.ones(len(tokens), device=tokens.device)
+    weights[: thought_length(policy, tokens)] = policy.args.thought_coef
     return weights
 
 

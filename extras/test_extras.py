@@ -7,7 +7,6 @@ import json
 import math
 import random
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -340,9 +339,9 @@ def test_runs_of_other_critics(model, tmp_path):
 
 
 def test_an_animation_shows_every_step_and_the_end(toy_run, tmp_path, capsys):
-    folder = shutil.copytree(toy_run / "run", tmp_path / "run")
-    film.main(folder)
-    with Image.open(folder / "film-0.gif") as gif:
+    folder = toy_run / "run"
+    film.main(folder, "--out", str(tmp_path / "films"))
+    with Image.open(tmp_path / "films" / "film-0.gif") as gif:
         assert gif.n_frames == 2 and gif.width == 860  # an episode is one step; before and after
     main = lambda words: film.main(*words)  # noqa: E731
     assert "it takes no --adapter" in refused([folder, "--adapter", folder / "adapter"], capsys, main)

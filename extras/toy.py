@@ -3,7 +3,7 @@
     python extras/toy.py OPTIONS
 
 prints an ordinary model folder, a Qwen2-VL with processor and tokenizer, for `vldac.py --model FOLDER`. It is
-made if it is not in the cache. OPTIONS are those of vldac.Args, as JSON. `vldac.py --model tiny` runs this.
+made if it is not in the cache. OPTIONS are the lesson's, below, as JSON. `vldac.py --model tiny` runs this.
 
 The toy is built from nothing and taught one world by imitation of (frame, caption, action) examples: to say
 the true caption as its thought, and as its action the world's hint with the probability HINT_SHARE, else a
@@ -23,7 +23,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import gymnasium as gym
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -39,8 +38,7 @@ import vldac  # noqa: E402
 FIXED_THOUGHT = "let me see"  # in a world without captions
 # How likely a taught action is the hint; in other worlds 1/4. EZPoints pays only for four right symbols in a
 # row: with 1/4 that happens about once in a hundred episodes, and some seeds never start to learn. In OneRoom
-# some seeds are slow with 1/4, as most of their first rollouts have no success. In WallGap 1/2 helps
-# little: two tuning seeds ended at 0.165 and 0.065 with a KL coefficient of 0.05, one at 0.030 with 0.01.
+# some seeds are slow with 1/4, as most of their first rollouts have no success. In WallGap 1/2 helps little.
 HINT_SHARE = {"EZPoints": 1 / 2, "OneRoom": 1 / 3}
 NAMES = "endoftext im_start im_end vision_start vision_end image_pad video_pad".split()
 SPECIAL = [f"<|{name}|>" for name in NAMES]
@@ -223,7 +221,7 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
     policy.peft_model.unload().save_pretrained(folder)
 
 
-# All that the lesson depends on, but for code and versions.
+# The options that the lesson depends on. Of the code these count: toy.py, envs.py, build_prompt.
 OPTIONS = "env seed split num_envs num_images max_image_tokens max_new_tokens max_episode_steps".split()
 
 
@@ -233,9 +231,9 @@ def cached_folder(args) -> Path:
     parts = [options, Path(__file__).read_text(), torch.__version__, transformers.__version__]
     parts += [inspect.getsource(vldac.build_prompt), inspect.getsource(envs)]
     if ":" in args.env:  # the user's module, which registers the world, and that of the world itself
-        module, _, name = args.env.partition(":")
+        module = args.env.partition(":")[0]
         parts.append(inspect.getsource(importlib.import_module(module)))
-        entry = gym.spec(name).entry_point
+        entry = vldac.Player(args).env.spec.entry_point
         entry = entry.partition(":")[0] if isinstance(entry, str) else entry.__module__
         parts.append(inspect.getsource(importlib.import_module(entry)))
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

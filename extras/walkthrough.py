@@ -3,7 +3,8 @@
     python extras/walkthrough.py runs/NAME
 
 plays a few steps with the model of a run, as it is now, and prints what each call of `train` adds to them.
-The run is not changed. Every number is computed by the functions of vldac.py.
+The optimizer step is that of a new Adam, at the learning rate of a first update. The run is not changed.
+Every number is computed by the functions of vldac.py.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import rl4vlm  # noqa: E402
 
 import vldac  # noqa: E402
-from envs import UserError, exit_with  # noqa: E402
+from envs import UserError, check, exit_with  # noqa: E402
 
 T, N = 8, 2  # environment steps of each player, and players
 
@@ -45,25 +46,20 @@ def show_prompt(policy, step):
     print(f"\n  the response: {step.text}\n  its action: {step.action}")
 
 
-def thought_mask(policy, step):
-    """(R_b,) bool: which tokens of a response are its thought."""
-    return rl4vlm.thought_weights(policy, step.tokens) == 0
-
-
 def least_likely(policy, step) -> float:
     """The lowest log-probability of a token of the thought; a response without one is not chosen."""
-    return min(step.logprobs[thought_mask(policy, step)].tolist(), default=-math.inf)
+    thought = step.logprobs[: rl4vlm.thought_length(policy, step.tokens)]
+    return min(thought.tolist(), default=-math.inf)
 
 
 def show_scores(policy, step):
     """Log-probabilities of a response, token by token."""
-    thought = thought_mask(policy, step)
+    thought_length = rl4vlm.thought_length(policy, step.tokens)
     rows = []
-    for token, logprob, base, is_thought in zip(
-        step.tokens, step.logprobs, step.baselogprobs, thought, strict=True
-    ):
+    for r, token in enumerate(step.tokens):
         word = repr(policy.tokenizer.decode(token))
-        rows.append([word, logprob.item(), base.item(), "thought" if is_thought else ""])
+        note = "thought" if r < thought_length else ""
+        rows.append([word, step.logprobs[r].item(), step.baselogprobs[r].item(), note])
     show("2. score: log-probabilities of its tokens, in nats", ["token", "policy", "base", ""], rows)
     print(f"\n  and one value of the whole step: V(s_t) = {step.value:.3f}")
 
@@ -84,25 +80,33 @@ def show_advantages(steps, deltas):
 
 def show_losses(policy, steps, args):
     """The three losses and their sum before the optimizer step, and whom the value loss teaches."""
+
+    def largest_gradient(scalar):  # on a LoRA weight; the graph is freed
+        gradients = torch.autograd.grad(scalar, policy.lora_parameters(), materialize_grads=True)
+        return max(gradient.abs().max().item() for gradient in gradients)
+
+    policy.train()  # for gradient checkpointing
     loss, log = vldac.losses(policy, steps, args)
+    of_sum = largest_gradient(loss)
     parts = [log["policy_loss"], log["kl_loss"], log["value_loss"]]
     weighted = [parts[0], args.kl_coef * parts[1], args.vf_coef * parts[2]]
     rows = [["loss", *parts, ""], ["its share", *weighted, loss.item()]]
     show("4. losses: Eq. 6, over all steps", ["", "policy", "KL", "value", "sum"], rows)
-    print("\n  (Before the optimizer step all ratios are 1, and the normalised A sum to 0.)")
+    print("\n  (Before the optimizer step all ratios are 1, and the normalised A sum to 0.)\n")
     _, _, values = policy([step.prompt for step in steps], [step.tokens for step in steps])
     v_loss = vldac.value_loss(values, torch.tensor([step.return_ for step in steps], device=args.device))
-    print()
-    for name, scalar in (("the sum", loss), ("the value loss alone", v_loss)):
-        gradients = torch.autograd.grad(scalar, policy.lora_parameters(), materialize_grads=True)
-        largest = max(gradient.abs().max().item() for gradient in gradients)
-        print(f"  largest gradient on a LoRA weight, of {name}: {largest:.6f}")
+    print(f"  largest gradient on a LoRA weight, of the sum: {of_sum:.6f}")
+    print(f"  largest gradient on a LoRA weight, of the value loss alone: {largest_gradient(v_loss):.6f}")
 
 
-def show_ratios(policy, step, args):
-    """After an optimizer step: each token's ratio, its loss, and what that would be without the clip."""
+def show_ratios(policy, step, batch, args):
+    """After an optimizer step: each token's ratio, its loss, and what that would be without the clip.
+
+    batch  the steps that `step` was scored with: in another batch rounding would be another
+    """
     with torch.no_grad():
-        new, _, _ = policy([step.prompt], [step.tokens])
+        logprobs, _, _ = policy([step.prompt for step in batch], [step.tokens for step in batch])
+    new = logprobs[batch.index(step)][None]
     advantage, one = torch.tensor([step.advantage], device=args.device), torch.ones_like(new[:, :1])
     rows = []
     for r, token in enumerate(step.tokens):
@@ -118,9 +122,11 @@ def show_ratios(policy, step, args):
 
 
 def main(folder):
-    args = vldac.load_args(folder, rl4vlm.Args)
+    args = vldac.load_args(folder)
+    vldac.check_args(args)
+    check(args.vf_coef > 0, "this run has no critic, so no V to show")
     one_step = {"minibatch_size": T * N, "micro_batch_size": T * N, "update_epochs": 1}
-    args = dataclasses.replace(args, num_envs=N, num_steps=T, thought_coef=0.0, **one_step)
+    args = dataclasses.replace(args, num_envs=N, num_steps=T, **one_step)
     vldac.set_seed(args.seed)
     players = [vldac.Player(args, n) for n in range(N)]
     policy = vldac.VLMPolicy(args)
@@ -136,7 +142,8 @@ def main(folder):
     vldac.add_advantages(steps, last_values, args)
     # Of the half that teaches most, the response whose thought is the likeliest: it is a sensible one.
     steps_by_size = sorted(steps, key=lambda step: abs(step.advantage))
-    step = max(steps_by_size[-T:], key=lambda step: least_likely(policy, step))
+    half = steps_by_size[len(steps) // 2 :]
+    step = max(half, key=lambda step: least_likely(policy, step))
     show_prompt(policy, step)
     show_scores(policy, step)
 
@@ -145,14 +152,15 @@ def main(folder):
     dones = torch.tensor([s.done for s in steps]).view(T, N)
     deltas, _ = vldac.gae(rewards, values, last_values.cpu(), dones, args.gamma, gae_lambda=0.0)
     show_advantages(steps, deltas)
-    show_losses(policy, steps, args)
+    [[batch]] = minibatches
+    show_losses(policy, batch, args)
     optimizer = vldac.make_optimizer(policy, args)
     vldac.update(policy, optimizer, minibatches, args)
-    show_ratios(policy, step, args)
+    show_ratios(policy, step, batch, args)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):
         raise SystemExit(__doc__)
     try:
         main(sys.argv[1])
