@@ -993,8 +993,8 @@ def add_lora(vlm, args: Args) -> PeftModel:
         lora.inference_mode = False  # it is trained on
         lora.base_model_name_or_path = None  # PEFT would warn where the base has another folder now
     else:
-        # Deviation 16: LoRA on all linear layers of the language model, but a mixture of experts' routers.
-        # Usual lists of names also match parts of some vision towers.
+        # Deviation 16: LoRA on all linear layers of the language model, but a mixture of experts' routers
+        # (its experts are no linear layers). Usual lists of names also match parts of some vision towers.
         decoder = vlm.get_decoder()
         [decoder_name] = [name for name, module in vlm.named_modules() if module is decoder]
         names = set()

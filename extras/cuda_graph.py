@@ -4,7 +4,7 @@
     python extras/cuda_graph.py --resume runs/NAME    goes on with a run of vldac.py, or the other way round
 
 It replaces vldac.VLMPolicy by one that generates with a recorded pass, without PEFT's bookkeeping. An H100
-with PyTorch 2.11 sampled 2 to 3.6 times as fast (docs/gpu.md); study/gpu_check.py tries whether another GPU
+with PyTorch 2.11 sampled several times as fast (docs/gpu.md); study/gpu_check.py tries whether another GPU
 does, and draws the same tokens.
 """
 
