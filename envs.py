@@ -11,8 +11,9 @@ One contract, Gymnasium's. Observations are {"image": uint8 (H, W, 3), "text": s
 A world may have methods `caption()`, a true one-line description of the scene, and `hint()`, a sensible
 admissible action: the toy model learns to see and speak from them, and no agent is ever shown either.
 
-After `reset(seed=s)` an episode is a function of s and the actions, bit for bit. An action that is not
-admissible costs its step, changes nothing and pays `invalid_reward` (in the card games: see their rules).
+After `reset(seed=s)` an episode is a function of s and the actions (in WebShop also of the seed of its site).
+An action that is not admissible costs its step, changes nothing and pays `invalid_reward` (in the card games:
+see their rules).
 What belongs to the task ends an episode as terminated, and its reward is learned from. At the time limit
 `step` returns truncated=True: with terminated=False the reward of that step is not learned from.
 
@@ -207,7 +208,8 @@ class MiniWorld(World):
     """Go to the red box. Reward 1 - 0.2 * steps / the simulator's limit on success, -1 on failure, else 0."""
 
     task = "go to the red box"
-    actions = ("turn left", "turn right", "move forward", "move back")  # MiniWorld's actions 0 to 3
+    # MiniWorld's actions 0 to 3. The spaces of its red-box worlds lack the last one; VL-DAC has it.
+    actions = ("turn left", "turn right", "move forward", "move back")
     size = (60, 80)
     time_out_reward = -1.0
 
@@ -488,7 +490,7 @@ class Blackjack(CardGame):
 
     task = "win at blackjack: come closer to 21 than the dealer without going over"
     actions = ("stand", "hit")
-    limit = 20
+    limit = 20  # VL-DAC's configuration
 
     def _card(self):
         """(value, rank, suit) from an infinite deck; a ten is shown as J, Q or K."""
@@ -620,6 +622,7 @@ class ALFWorld(World):
             self.env = self._start(maker)
 
     def _start(self, maker):
+        maker.game_files.sort()  # a seed's game must not depend on the file system's order
         return maker.init_env(batch_size=1)
 
     def _reset(self):
@@ -694,9 +697,8 @@ class ALFWorldThor(ALFWorld):
 # ------------------------------------------------------------------------------------------------- WebShop
 
 WEBSHOP = (
-    "git clone https://github.com/princeton-nlp/WebShop && cd WebShop && ./setup.sh -d all && "
-    "python -m spacy download en_core_web_sm && "
-    "flask --app web_agent_site.app run --host 127.0.0.1 --port 3000 (or let WEBSHOP_URL say where it runs)"
+    "start its site on port 3000, as docs/guide.md says under Worlds (or let WEBSHOP_URL say where it runs), "
+    "and open it once in a browser, as it loads its catalogue then"
 )
 BROWSER = (
     "pip install playwright && playwright install --with-deps chromium "

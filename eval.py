@@ -66,6 +66,8 @@ def mcnemar(won, lost):
 
     >>> round(mcnemar(8, 2), 4)  # 2 * (1 + 10 + 45) / 2^10
     0.1094
+    >>> mcnemar(3, 3)
+    1.0
     """
     tail = sum(math.comb(won + lost, k) for k in range(min(won, lost) + 1))
     return min(1.0, 2 * tail / 2 ** (won + lost))

@@ -45,6 +45,8 @@ from unittest import mock
 from urllib.parse import parse_qs, quote, unquote
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # PyTorch that uses a GPU cannot train in forked processes
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("WORLD_SIZE", None)  # some clusters set it
 
 import gymnasium as gym
 import numpy as np
@@ -315,7 +317,7 @@ def test_sampling_and_scoring_agree(policy):
     responses = [cut_by_the_limit, ended, ended_by_the_other, stops[0]]
     batched, mask, values = policy(prompts, responses)
     before = policy.values(prompts)  # without a response yet
-    # Some families compute parts in float32, and log-probabilities of Gemma 4 are near -100.
+    # Some families compute parts in float32, and Gemma 4's log-probabilities are large.
     nearly = {"atol": 1e-4 if policy.vlm.config.model_type == "gemma4" else 2e-5, "rtol": 0}
     for i, response in enumerate(responses):
         n = len(response)
@@ -338,24 +340,23 @@ def test_all_but_placeholders_can_be_sampled_and_either_stop_id_ends_a_turn(poli
     assert forbidden == policy.banned_ids == sorted(placeholders - {None}) != []
     assert len(policy.stop_ids) == 2
     head = policy.vlm.get_output_embeddings()
-    for stop in policy.stop_ids.tolist():  # the third token is a stop id: turns end with it, generation too
-        bias, calls = torch.zeros(scores.shape[2]), []
-        bias[policy.stop_ids] = -50.0
+    for stop in policy.stop_ids.tolist():  # the second token of one and the fourth of the other
+        bias, calls = torch.zeros(2, 1, scores.shape[2]), []
+        bias[..., policy.stop_ids] = -50.0
 
-        def third(*call, bias=bias, calls=calls, stop=stop):
+        def second_and_fourth(*call, bias=bias, calls=calls, stop=stop):
             calls.append(1)
-            if len(calls) == 3:
-                bias[stop] = 50.0
+            if len(calls) in (2, 4):
+                bias[len(calls) // 4, :, stop] = 50.0
             return call[-1] + bias
 
-        hook = head.register_forward_hook(third)
+        hook = head.register_forward_hook(second_and_fourth)
         responses = policy.sample(prompts)
         hook.remove()
-        assert len(calls) == 3
-        assert [len(tokens) for tokens in responses] == [3, 3]
+        assert len(calls) == 4  # turns end with it, generation too
+        assert [len(tokens) for tokens in responses] == [2, 4]
         assert [tokens[-1].item() for tokens in responses] == [stop, stop]
-        before = [policy.tokenizer.decode(tokens[:2]) for tokens in responses]
-        assert policy.decode(responses) == before
+        assert policy.decode(responses) == [policy.tokenizer.decode(tokens[:-1]) for tokens in responses]
 
 
 def test_lora_is_on_the_language_model_only(policy):
@@ -401,11 +402,22 @@ def test_a_world_cannot_write_the_chat_format(policy):
     """Special tokens in a world's text would add images or end the turn."""
     frame = np.zeros((28, 28, 3), np.uint8)
     special_ids = policy.tokenizer.convert_tokens_to_ids(SPECIAL)
+    nested = [token[:3] + token + token[3:] for token in SPECIAL]  # without the inner one, another
     counts = []
-    for text in ("plain", " \x00 ".join(SPECIAL)):
+    for text in ("plain", " \x00 ".join(SPECIAL), " ".join(nested)):
         ids = policy.encode(build_prompt(text, [text], text, 0, 9), [frame])["input_ids"][0].tolist()
         counts.append([ids.count(i) for i in special_ids])
-    assert counts[0] == counts[1]
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_a_model_whose_logits_have_a_factor_is_refused(model, tmp_path):
+    """`generate` has it, `forward` has not, and the ratios would be 1 all the same."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["logit_scale"] = 0.25
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(envs.UserError, match=r"is not supported: its logit_scale is 0\.25"):
+        make_policy(folder)
 
 
 def test_a_prompt_begins_and_ends_as_its_template_does(policy):
@@ -638,7 +650,11 @@ def test_minibatches_hold_every_step_once():
         lengths = [step.prompt["input_ids"].shape[1] + len(step.tokens) for step in together]
         assert lengths == sorted(lengths, reverse=True)
         met += together
-    assert len(met) == 24 and set(met) == set(steps) and met != steps
+    assert len(met) == 24 and set(met) == set(steps)
+    torch.manual_seed(0)
+    alike = [dataclasses.replace(steps[0]) for _ in range(24)]
+    [[first, *_], *_] = vldac.make_minibatches(alike, args)
+    assert first != alike[:3]
 
 
 @pytest.mark.parametrize("family, dtype", EACH_FAMILY)
@@ -729,8 +745,9 @@ def equation_6(policy, micro_batch):
 
 @pytest.mark.parametrize("kl_ref, max_grad_norm", [("base", 1e9), ("old", 1e9), ("base", 1e-3)])
 def test_an_update_steps_along_equation_6(kl_ref, max_grad_norm, model):
-    """One minibatch of everything: the second of two epochs' gradients is Eq. 6's, clipped per group."""
-    policy = make_policy(model, kl_ref=kl_ref, max_grad_norm=max_grad_norm)
+    """One minibatch of everything: the last of three epochs' gradients is Eq. 6's, clipped per group."""
+    weights = {"clip_coef": 0.02, "kl_coef": 0.3, "vf_coef": 0.7, "update_epochs": 3}
+    policy = make_policy(model, kl_ref=kl_ref, max_grad_norm=max_grad_norm, **weights)
     [[micro_batch]] = some_minibatches(policy)
     for step in micro_batch:
         step.logprobs = step.logprobs - 0.05 * torch.rand(len(step.tokens))  # or Eq. 5 has no gradient
@@ -741,25 +758,14 @@ def test_an_update_steps_along_equation_6(kl_ref, max_grad_norm, model):
 
     assert losses["kl_loss"] == pytest.approx(kl, abs=1e-6)  # that which is optimised
     steps = {state["step"].item() for state in optimizer.state.values()}
-    assert steps == {2}
+    assert steps == {3}
     groups = policy.lora_parameters(), policy.value_head.parameters()
-    for group, gradient in zip(groups, expected, strict=True):
-        scale = min(1.0, max_grad_norm / gradient.norm().item())
+    for name, group, gradient in zip(("lora", "value"), groups, expected, strict=True):
+        norm = gradient.norm().item()
+        assert losses[f"grad_norm_{name}"] == pytest.approx(norm, rel=1e-3)  # before it is clipped
+        scale = min(1.0, max_grad_norm / norm)
         applied = torch.cat([parameter.grad.flatten() for parameter in group])
         torch.testing.assert_close(applied, scale * gradient, atol=1e-6, rtol=1e-3)
-
-
-def test_a_thousandfold_value_loss_moves_lora_not_one_bit_further(model):
-    """Neither through gradients nor through a joint clipping norm nor through Adam."""
-    states = []
-    for vf_coef in (0.15, 150.0):
-        policy = make_policy(model)
-        minibatches, before = some_minibatches(policy, minibatch_size=3), lora_state(policy)
-        random.seed(0)
-        updated(policy, minibatches, vf_coef=vf_coef, max_grad_norm=0.01)
-        states.append(lora_state(policy))
-        assert not states[-1].equal(before)
-    assert states[0].equal(states[1])
 
 
 @pytest.mark.parametrize("stop_grad", [True, False])
@@ -791,11 +797,19 @@ def test_in_the_warm_up_only_the_value_head_learns(stop_grad, model, monkeypatch
         assert all(parameter.requires_grad for parameter in policy.lora_parameters())
 
 
+def test_the_value_head_is_an_mlp(model):
+    policy = make_policy(model, value_hidden=[3, 5])
+    layers = [type(layer).__name__ for layer in policy.value_head]
+    assert layers == ["Linear", "ReLU", "Linear", "ReLU", "Linear"]
+    assert [layer.out_features for layer in policy.value_head[::2]] == [3, 5, 1]
+
+
 def test_the_optimizer_is_adam_with_the_released_code_s_epsilon(model):
     """Over LoRA and the value head, without weight decay."""
     policy = make_policy(model)
     optimizer = vldac.make_optimizer(policy, policy.args)
     [group] = optimizer.param_groups
+    assert type(optimizer) is torch.optim.Adam and group["betas"] == (0.9, 0.999)
     assert (group["eps"], group["weight_decay"], group["lr"]) == (1e-7, 0, 5e-5)
     trained = [p for name, p in policy.named_parameters() if "lora_" in name or "value_head" in name]
     assert {id(p) for p in group["params"]} == {id(p) for p in trained}
@@ -813,18 +827,23 @@ def test_unequal_micro_batches_give_the_gradient_of_one(model):
         minibatches = some_minibatches(policy, micro_batch_size=size)
         assert len(minibatches[0]) == math.ceil(6 / size)
         _, losses = updated(policy, minibatches, lr=0.0, max_grad_norm=1e9)
-        logged = [losses[name] for name in ("policy_loss", "value_loss", "approx_kl", "grad_norm_value")]
+        names = "policy_loss value_loss kl_base entropy grad_norm_value".split()
+        logged = [losses[name] for name in names]
         found.append([logged, [p.grad for p in policy.lora_parameters()]])
     torch.testing.assert_close(*found, atol=5e-6, rtol=0)
 
 
 def test_the_diagnostics_of_an_update_by_hand():
-    """One step of two tokens: their ratios are 1.5 and 0.95, and in the base they are half as likely."""
-    ratios, ones = torch.tensor([[1.5, 0.95]]), torch.ones(1, 2)
-    logprobs = torch.tensor([[-1.0, -2.0]])
-    found = vldac.diagnostics(logprobs + ratios.log(), logprobs, logprobs - math.log(2), ones, 0.1)
-    expected = {"ratio_distance": 0.5, "clipfrac": 0.5, "entropy": 1.5, "kl_base": math.log(2) - 0.5}
-    expected |= {"approx_kl": (0.5 - math.log(1.5) - 0.05 - math.log(0.95)) / 2}
+    """A step of two tokens, whose ratios are 1.5 and 0.95, and one of one token, whose ratio is 1.
+
+    In the base all are half as likely. The mean is over the tokens of a step, then over the steps.
+    """
+    ratios, mask = torch.tensor([[1.5, 0.95], [1.0, 1.0]]), torch.tensor([[1, 1], [1, 0]])
+    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
+    baselogprobs = (logprobs - math.log(2)) * mask
+    found = vldac.diagnostics(logprobs + ratios.log(), logprobs, baselogprobs, mask, 0.1)
+    expected = {"ratio_distance": 0.5, "clipfrac": 0.25, "entropy": 2.25, "kl_base": math.log(2) - 0.5}
+    expected |= {"approx_kl": (0.5 - math.log(1.5) - 0.05 - math.log(0.95)) / 4}
     assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -1018,6 +1037,11 @@ def test_a_time_out_by_hand():
     explained = 1 - advantages.var() / returns.var()
     assert stats["explained_variance"] == pytest.approx(explained.item(), rel=1e-5)
 
+    for step in steps:  # equal advantages say nothing, and are no NaN
+        step.reward, step.done, step.timed_out, step.value = 0.0, True, False, 0.0
+    stats = vldac.add_advantages(steps, torch.zeros(2), args)
+    assert column(steps, "advantage").tolist() == [0.0] * 4 and stats["explained_variance"] is None
+
 
 def test_a_success_in_the_last_step_is_no_time_out():
     player = vldac.Player(Args(env=CORRIDOR, max_episode_steps=1))
@@ -1034,10 +1058,13 @@ def answer(action):
     return json.dumps({"thoughts": "hm", "action": action})
 
 
-OFFERED = [*ACTIONS, "1", "10", "-", "A", "a", "B", "b ", "search[...]"]
+OFFERED = [*ACTIONS, "1", "10", "-1", "-", "A", "a", "B", "b ", "search[...]"]
 PARSED = [
     (answer("turn left"), "turn left"),
     (answer(" TURN Left\n"), "turn left"),
+    ('{\n  "thoughts": "hm",\n  "action":\n    "turn left\n"\n}', "turn left"),
+    ('{\n  "action": -1\n}', "-1"),
+    ('{"action": 1, "why": "hm"}', "1"),
     ('Sure: {"action": "turn left"} or rather {"action": "turn right"}', "turn right"),  # the last one counts
     ('{"action": "turn left", "action" : 7}', None),  # also if it is no action
     ('{"action": ["turn left"]}', None),
@@ -1083,7 +1110,7 @@ def test_an_action_is_found_in_either_of_unicode_s_forms():
 
 def test_a_task_that_ends_in_a_period_has_one():
     for task in ("open the door", "open the door.", "open the door. "):
-        assert build_prompt("", ["go"], task, 0, 9).startswith("Task: open the door.\n")
+        assert build_prompt("", ["go"], task, 0, 9).startswith("Task: open the door.\nActions taken")
 
 
 def test_an_action_of_any_characters_can_be_copied_from_the_prompt():
@@ -1109,6 +1136,12 @@ def test_the_parser_survives_hostile_text():
         flood = part * (500_000 // len(part))
         for text in (flood, f'{{"action": {flood}', f'{{"action": "{flood}', f'"action"{flood}:"turn left"'):
             assert parse_action(text, ["turn left"]) in ("turn left", None)
+
+
+def test_what_an_invalid_response_pays_is_an_option():
+    player = vldac.Player(Args(env="NumberLine", invalid_reward=-7.0))
+    player.reset(0)
+    assert player.step(None) == (-7.0, False, False)
 
 
 def test_the_prompt_shows_the_newest_frames_once_and_counts_actions():
@@ -1169,8 +1202,8 @@ def pretend_gpu(monkeypatch, bfloat16=True):
 
 @pytest.mark.parametrize("name", ["NumberLine", pytest.param("OneRoom", marks=needs_opengl)])
 def test_a_run_writes_what_it_says(run, name, capsys):
-    folder, rows = run(name, "--eval_episodes", 2, "--max_episode_steps", 3)
-    assert [row["global_step"] for row in rows] == [0, 8, 16]
+    folder, rows = run(name, "--eval_episodes", 2, "--max_episode_steps", 3, "--total_timesteps", 23)
+    assert [row["global_step"] for row in rows] == [0, 8, 16]  # whole updates
     assert ["eval/success_rate" in row for row in rows] == [True, False, True]
     for row in rows[1:]:
         assert row["losses/ratio_first"] == 0.0
@@ -1663,6 +1696,8 @@ WRONG = {
     "--gamma 1.5": "--gamma must be between 0 and 1",
     "--learning_rate nan": "--learning_rate must be above 0",
     "--temperature 0": "--temperature must be above 0",
+    "--clip_coef -0.1": "--clip_coef must be above 0",
+    "--learning_rate 1e-8": "--final_learning_rate 2e-05 is above --learning_rate",
     "--num_envs 0": "--num_envs must be at least 1",
     "--eval_every -1": "--eval_every must be at least 0",
     "--minibatch_size 100": "512 must be a multiple of --minibatch_size",
@@ -1923,7 +1958,7 @@ def test_an_evaluation_of_a_run_and_of_its_start(toy_run, tmp_path, capsys):
     assert "weights: checkpoint.pt, update 8" in capsys.readouterr().out
 
 
-def test_a_ceiling_a_floor_and_their_paired_difference(tmp_path):
+def test_a_ceiling_a_floor_and_their_paired_difference(tmp_path, capsys):
     """In NumberLine a random player arrives in time in 0.611 of the games (exactly, over all starts)."""
     words = ["--env", "NumberLine", "--episodes", 60]
     floor = evaluated(tmp_path / "random.json", "random", *words)
@@ -1937,9 +1972,15 @@ def test_a_ceiling_a_floor_and_their_paired_difference(tmp_path):
     p = f"exact McNemar p = {2 / 2**lost:.2g}"
     assert printed.splitlines()[-1] == f"B - A: {lost / 60:+.3f} ({lost} won, 0 lost, {p})"
     assert printed.splitlines()[0] == f"A: {tmp_path / 'random.json'}"
-    evaluated(tmp_path / "other.json", "hint", *words, "--max_episode_steps", 5)
-    with pytest.raises(envs.UserError, match="differ in max_episode_steps and"):
+    for change in (["--max_episode_steps", 5], ["--invalid_reward", 0], ["--split", "train"]):
+        evaluated(tmp_path / "other.json", "hint", *words, *change)
+        with pytest.raises(envs.UserError, match=f"differ in {change[0].removeprefix('--')} and"):
+            evaluation.compare(tmp_path / "hint.json", tmp_path / "other.json")
+    evaluated(tmp_path / "other.json", "hint", *words[:-1], 30)
+    with pytest.raises(envs.UserError, match="differ in seeds and"):
         evaluation.compare(tmp_path / "hint.json", tmp_path / "other.json")
+    evaluation.main(["compare", str(tmp_path / "random.json"), str(tmp_path / "hint.json")])
+    assert capsys.readouterr().out.splitlines()[-4:] == printed.splitlines()[-4:]
 
 
 def test_results_without_a_success_flag_are_compared_by_their_returns(tmp_path):
@@ -1972,13 +2013,23 @@ def test_what_an_evaluation_may_change_is_told(capsys):
         assert told["split"].endswith("default: eval") and all(told.values())
 
 
-def test_the_name_of_a_result_tells_what_was_typed(tmp_path, monkeypatch):
+def test_the_name_of_a_result_tells_what_was_typed(model, toy_run, tmp_path, monkeypatch):
     """So a second evaluation does not replace the first, and the two can be compared."""
+    folder = shutil.copytree(toy_run / "run", tmp_path / "run")
+    shutil.copytree(model, tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    for words in ([], ["--seed", "1"], ["--max_episode_steps", "5", "--device", "cpu"]):
-        evaluation.main(["random", "--env", "NumberLine", "--episodes", "2", *words])
-    names = {"random-2", "random-2-seed-1", "random-2-max_episode_steps-5"}
-    assert {file.stem for file in Path("results").iterdir()} == {f"NumberLine-{name}" for name in names}
+    of_model = ["--model", "model", "--max_new_tokens", "4", "--max_episode_steps", "2"]
+    for command in (["run", "run"], ["start", "run"], ["random"], ["model", *of_model]):
+        env = [] if "run" in command else ["--env", "NumberLine"]
+        for words in ([], ["--mode", "greedy"], ["--temperature", "0.5", "--device", "cpu"]):
+            evaluation.main([*command, *env, "--episodes", "2", *words])
+    names = {file.stem.removeprefix("test_vldac-Signal-v0-") for file in (folder / "eval").iterdir()}
+    changed = ["sampled-2", "greedy-2", "sampled-2-temperature-0.5"]
+    assert names == {f"{command}-{name}" for command in ("run", "start") for name in changed}
+    typed = "-max_new_tokens-4-max_episode_steps-2"
+    expected = {"random-2", "random-2-temperature-0.5"} | {f"model-{name}{typed}" for name in changed[:2]}
+    expected |= {f"model-sampled-2{typed}-temperature-0.5"}
+    assert {file.stem.removeprefix("NumberLine-") for file in Path("results").iterdir()} == expected
 
 
 WRONG_EVALUATIONS = {
@@ -1988,6 +2039,8 @@ WRONG_EVALUATIONS = {
     "random --env NumberLine --episodes 0": "--episodes must be at least 1",
     "model --env NumberLine --device cpu": "a toy belongs to a run",
     "compare other.json other.json": "it was not written by eval.py",
+    "compare nothing.json other.json": "nothing.json is not a result",
+    "run run": "run has saved nothing yet",
     "random --resume run --episodes 2": "--resume is no option of an evaluation",
     "run run --lora_alpha 64": "--lora_alpha is no option of an evaluation",
     "run run --lora_rank 8": "--lora_rank is no option of an evaluation",
@@ -2553,7 +2606,9 @@ def test_alfworld_s_tasks_are_done_by_admissible_commands(split, alfworld_data):
 
 
 def test_alfworld_repeats_itself_and_ends(alfworld_data):
-    one, other = (envs.make_env("ALFWorld", max_episode_steps=12) for _ in range(2))
+    one = envs.make_env("ALFWorld", max_episode_steps=12)
+    envs.load_alfworld("AlfredTWEnv", "train").game_files.reverse()  # as another file system may list them
+    other = envs.make_env("ALFWorld", max_episode_steps=12)
     for seed in (3, 2**30 + 7, 3):
         assert play(one, seed, randomly(seed)) == play(other, seed, randomly(seed))
     records = play(one, 0, lambda info: "fly to the moon")

@@ -249,7 +249,7 @@ class VLMPolicy(nn.Module):
     """A VLM with LoRA on its language model, and a value head on the last prompt token's hidden state.
 
     `forward` scores the distribution that `sample` draws from: the same temperature, the same banned tokens
-    (placeholders of images).
+    (placeholders of images, video and audio).
     """
 
     def __init__(self, args: Args):
@@ -258,10 +258,10 @@ class VLMPolicy(nn.Module):
         self.processor = load_processor(args.model, args.max_image_tokens)
         self.tokenizer = self.processor.tokenizer
         # Three handles on one model: `vlm` generates, `vlm.model` gives hidden states, and `peft_model`
-        # switches the adapter, which PEFT has put inside `vlm`. What loads all this stands below the update.
+        # switches the adapter, which PEFT has put inside `vlm`. What loads all this stands below `train`.
         self.vlm = load_vlm(args)
         self.peft_model = add_lora(self.vlm, args)
-        self.banned_ids = placeholder_ids(self.vlm.config)  # never sampled: they stand for images
+        self.banned_ids = placeholder_ids(self.vlm.config)  # never sampled
         stop_ids = end_ids(self.vlm, self.tokenizer)  # each ends a response
         self.stop_ids = torch.tensor(stop_ids, device=args.device)
         self.no_tokens = torch.zeros(0, dtype=torch.long, device=args.device)  # an empty response
@@ -269,6 +269,9 @@ class VLMPolicy(nn.Module):
         self.special_tokens = re.compile("|".join(map(re.escape, special)))
         text_config = self.vlm.config.get_text_config()
         self.logit_cap = getattr(text_config, "final_logit_softcapping", None)  # Gemma 4's
+        for name in ("logits_scaling", "logit_scale", "output_multiplier"):  # `forward` has no such factor
+            factor = getattr(text_config, name, None)
+            check(factor in (None, 1), f"--model {args.model} is not supported: its {name} is {factor}")
 
         # Deviation 3: the value head is fp32. Half precision is too coarse for small errors.
         sizes = [text_config.hidden_size, *args.value_hidden]
@@ -317,8 +320,8 @@ class VLMPolicy(nn.Module):
 
             [padding prompt | response padding]
 
-        So all responses start in column P. The padding changes nothing: it is masked, and the model uses
-        only how far tokens are apart. Without responses R is 0.
+        So all responses start in column P. The padding is masked, and changes rounding only. Without
+        responses R is 0.
         """
         responses = responses or [self.no_tokens] * len(prompts)
         tokens = pad(responses)  # (B, R), filled up with any id: it is masked
@@ -410,8 +413,8 @@ class Player:
     def __init__(self, args: Args, index=0):
         self.args, self.index = args, index
         self.episode = 0  # training episodes that have begun
-        limits = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
-        self.env = envs.make_env(args.env, split=args.split, **limits)
+        options = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
+        self.env = envs.make_env(args.env, split=args.split, **options)
 
     def reset(self, seed):
         """Begin the episode of this seed: an episode is a function of its seed and its actions."""
@@ -533,7 +536,7 @@ def make_minibatches(steps, args: Args) -> list:
 def score(policy, minibatches):
     """Complete the steps: values, and log-probabilities under the policy that sampled and under the base.
 
-    The log has the divergence from the base, even where the loss does without it (`--kl_ref old`, warm-up).
+    The log has the divergence from the base, even where the loss does without it (as with `--kl_ref old`).
     """
     # generate() goes token by token, and rounds differently from the forward pass that is trained, so its
     # log-probabilities are not used.
@@ -677,7 +680,7 @@ def kl_base(newlogprobs, baselogprobs, mask):
     tensor(0.3069)
     """
     # Deviation 12: this is the default, and not the paper's Eq. 5. The gradient of Eq. 5 is zero in the first
-    # minibatch, and it ties the policy only to that of one update ago.
+    # minibatch, and it ties the policy only to the one that played this rollout.
     d = (baselogprobs - newlogprobs).masked_fill(mask == 0, 0)
     return step_mean(d.exp() - d - 1, mask)
 
@@ -702,7 +705,7 @@ def diagnostics(newlogprobs, logprobs, baselogprobs, mask, clip_coef) -> dict[st
 
     newlogprobs, logprobs, baselogprobs, mask  (B, R), as in `losses`
     With `old` for the policy that sampled, approx_kl estimates KL(old || current), kl_base KL(old || base)
-    and entropy that of `old`, per token. The KL of the current policy, which is optimised, is kl_loss.
+    and entropy that of `old`, per token. (The loss has the KL of the current policy.)
     """
     logratio = newlogprobs - logprobs
     ratio = logratio.exp()
@@ -925,13 +928,13 @@ def load_processor(path, max_image_tokens):
 
 
 def placeholder_ids(config) -> list[int]:
-    """The ids that stand for images and the like. Sampled, they would ask for an image that is not there."""
+    """The ids that stand for images, video and audio. A sampled one would ask for what is not there."""
     names = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
     return sorted({getattr(config, name, None) for name in names} - {None})
 
 
 def check_frames(path, processor, placeholders):
-    """UserError unless each frame becomes one row of placeholders, as long alone as beside another frame."""
+    """UserError unless each frame becomes one row of placeholders, as long beside another one as alone."""
     blank = Image.new("RGB", (640, 480))
     lengths = []
     for count in (1, 2):
@@ -1069,7 +1072,7 @@ def progress(what, items=None, unit="it") -> tqdm:
 
 
 def evaluation_players(args: Args, episodes) -> list[Player]:
-    """Players for so many episodes."""
+    """The players of an evaluation, at most one for each episode."""
     at_once = args.num_envs
     if args.env in [*envs.RED_BOX, *envs.CARDS]:  # light worlds: a larger batch takes little longer
         at_once = min(4 * at_once, 64)  # others, like simulators and browsers, may need much memory
@@ -1102,7 +1105,7 @@ def evaluate(policy, players, seeds, play=None) -> list[dict]:
 
 
 def summary(episodes) -> dict[str, float | None]:
-    """Means over episodes. The success rate is None if no episode has a flag; else no flag counts as failed.
+    """Means over episodes. The success rate is None if none has a flag; else one without a flag failed.
 
     >>> lost = {"success": None, "return": -1.0, "length": 3, "invalid": 1}
     >>> summary([lost, lost | {"success": True, "return": 2.0, "length": 1}])["success_rate"]
@@ -1270,7 +1273,7 @@ PRESETS = {
         "micro_batch_size": 64,
         "learning_rate": 1e-3,
         "final_learning_rate": 2e-5,
-        "kl_coef": 0.01,  # with 0.05 some seeds ended below 0.97 in OneRoom
+        "kl_coef": 0.01,
         "value_hidden": [256, 256],
     },
     **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARD_GAME),
@@ -1361,7 +1364,7 @@ def check_args(args: Args):
     for name, x in vars(args).items():
         least = 0 if name in MAY_BE_ZERO else 1
         check(type(x) is not int or x >= least, f"--{name} must be at least {least}")
-    for name in ("learning_rate", "final_learning_rate", "temperature"):
+    for name in ("learning_rate", "final_learning_rate", "temperature", "clip_coef", "max_grad_norm"):
         check(getattr(args, name) > 0, f"--{name} must be above 0")
     for name in ("gamma", "gae_lambda"):
         check(0 <= getattr(args, name) <= 1, f"--{name} must be between 0 and 1")
@@ -1381,6 +1384,8 @@ def check_training(args: Args):
     rollout = f"num_envs * num_steps = {steps}"
     check(steps <= args.total_timesteps, f"{rollout} must be at most --total_timesteps")
     check(steps % args.minibatch_size == 0, f"{rollout} must be a multiple of --minibatch_size")
+    falls = args.final_learning_rate <= args.learning_rate
+    check(falls, f"--final_learning_rate {args.final_learning_rate} is above --learning_rate")
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # torchrun's name
     check(alone, "this is one process; several: torchrun --nproc_per_node=... extras/multi_gpu.py ...")
     check(not args.track or find_spec("wandb"), "--track needs Weights & Biases: pip install wandb")
@@ -1456,7 +1461,8 @@ def main(argv=None, args_class=Args, training=None):
         print_line(f"to go on after any stop: {resume} {folder}")
         training(args, folder)
         page = Path(__file__).parent / "extras" / "page.py"
-        print_line(f"to look at it: {sys.executable} {page} {folder}")
+        if page.exists():
+            print_line(f"to look at it: {sys.executable} {page} {folder}")
     except UserError as error:
         exit_with(error)
     except KeyboardInterrupt:

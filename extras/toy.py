@@ -248,16 +248,17 @@ def main(options):
     folder = cached_folder(args)
     if not folder.exists():
         building = Path(f"{folder}.{os.getpid()}")
-        if args.env in envs.TEXT:  # slow worlds: a short lesson, enough to see it run
-            teach(args, building, count=200, steps=150, rounds=1)
-        else:
-            teach(args, building)
         try:
+            if args.env in envs.TEXT:  # slow worlds: a short lesson, enough to see it run
+                teach(args, building, count=200, steps=150, rounds=1)
+            else:
+                teach(args, building)
             building.rename(folder)
         except OSError:  # another process, which taught the same toy, was first
-            shutil.rmtree(building)
             if not folder.exists():
                 raise
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
     print(folder)
 
 
@@ -267,3 +268,5 @@ if __name__ == "__main__":
         main(*sys.argv[1:])
     except envs.UserError as error:  # of a world, in a later step than those that are checked
         envs.exit_with(error)
+    except KeyboardInterrupt:  # vldac.py, which it stops too, says so
+        raise SystemExit(1) from None
