@@ -1,19 +1,12 @@
-"""What a model would do if it always took its likeliest action, or acted on what another player sees or says.
+"""How a model fares that always takes its likeliest action: 200 episodes of the one that a run started from.
 
-    python study/likeliest.py runs/NAME                     200 episodes of the model that a run started from
-    python study/likeliest.py runs/NAME --temperature 0.5   instead: an action sampled at this temperature
-    python study/likeliest.py runs/NAME --temperature 1 --env Hallway --exchanged prompts
-                                                            what the run has learned, in Hallway, where each
-                                                            player acts on the prompt of another
-    ... --exchanged thoughts                                or on its own, but after another's thought
+    python study/likeliest.py runs/NAME
 
-Greedy decoding does not show the first: it takes the likeliest token, and several actions may begin with one
-token, so that together they beat an action that is likelier than each of them. Here a thought is sampled, and
-then every admissible action is scored in the place of the sampled one.
+Greedy decoding does not show it: it takes the likeliest token, and several actions may begin with one token,
+so that together they beat an action that is likelier than each of them. Here a thought is sampled, and then
+every admissible action is scored in the place of the sampled one.
 """
 
-import argparse
-import functools
 import itertools
 import json
 import sys
@@ -38,62 +31,38 @@ def responses_of(policy, text, actions) -> list[torch.Tensor]:
     return responses
 
 
-def likeliest(policy, prompts, texts, actions, temperature=None) -> list[str | None]:
-    """For each prompt, the likeliest of its actions after its response's thought, or one at a temperature."""
+def likeliest(policy, prompts, texts, actions) -> list[str | None]:
+    """For each prompt, the likeliest of its actions after its response's thought; None without a thought."""
     responses = [responses_of(policy, *pair) for pair in zip(texts, actions, strict=True)]
     repeated = [prompt for prompt, some in zip(prompts, responses, strict=True) for _ in some]
     if not repeated:
         return [None] * len(prompts)
     logprobs, _, _ = policy(repeated, list(itertools.chain(*responses)))
     sums = logprobs.sum(1).split([len(some) for some in responses])
-    chosen = []
-    for some, x in zip(actions, sums, strict=True):
-        if len(x) == 0:
-            chosen.append(None)
-        elif temperature is None:
-            chosen.append(some[x.argmax()])
-        else:
-            chosen.append(some[torch.multinomial((x / temperature).softmax(0), 1)])
-    return chosen
+    return [some[x.argmax()] if len(x) else None for some, x in zip(actions, sums, strict=True)]
 
 
 @torch.no_grad()
-def act(policy, players, temperature=None, exchanged=None):
-    """A step like vldac.act.
-
-    exchanged  "prompts" or "thoughts", which each player has from the next one; None: from itself
-    """
+def act(policy, players):
+    """A step like vldac.act."""
     prompts = [policy.encode(*player.prompt()) for player in players]
-    if exchanged == "prompts":
-        prompts = prompts[1:] + prompts[:1]
     texts = policy.decode(policy.sample(prompts))
-    if exchanged == "thoughts":
-        texts = texts[1:] + texts[:1]
-    admissible = [player.info["actions"] for player in players]
-    actions = likeliest(policy, prompts, texts, admissible, temperature)
+    actions = likeliest(policy, prompts, texts, [player.info["actions"] for player in players])
     steps = []
     for player, prompt, text, action in zip(players, prompts, texts, actions, strict=True):
         steps.append(vldac.Step(prompt, policy.no_tokens, text, action, *player.step(action)))
     return steps
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--episodes", type=int, default=200)
-    parser.add_argument("--env")
-    parser.add_argument("--exchanged", choices=["prompts", "thoughts"])
-    options = parser.parse_args(argv)
-    args = vldac.load_args(options.folder)
-    args.split, args.env = "eval", options.env or args.env
+def main(folder):
+    args = vldac.load_args(folder)
+    args.split = "eval"
     policy = vldac.VLMPolicy(args)
-    if options.exchanged:
-        vldac.load_weights(Path(options.folder), policy)
-    play = functools.partial(act, temperature=options.temperature, exchanged=options.exchanged)
     players = [vldac.Player(args) for _ in range(args.num_envs)]
-    print(json.dumps(vldac.summary(vldac.evaluate(policy, players, range(options.episodes), play))))
+    print(json.dumps(vldac.summary(vldac.evaluate(policy, players, range(200), act))))
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    main(sys.argv[1])

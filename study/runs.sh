@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every training run behind the pages, one on each core:  bash study/runs.sh
+# Every training run behind the pages since 2026-11-29, one on each core:  bash study/runs.sh
 # What study/runs.csv has is skipped, and what was stopped goes on, so it can be started again after any stop.
 #
 # The rules. Those of "Worlds" were written before the first run, when nobody had looked at seeds 40 to 49; the
@@ -109,8 +109,9 @@
 # Written on 2026-11-29, before the first run of each of what follows, and when nobody had looked at any of their seeds
 # (of OneRoomS6FastNoHints, 10 to 14 are for tuning). The toy's default has changed since the runs above: its KL
 # coefficient is 0.01 (it was 0.05), and in OneRoom the lesson has a third of hints (a quarter) and a run 12,288 steps (20,480),
-# all chosen on seeds 10 to 19. Those above have the older default: to make them again, take commit c7931d9. New
-# rows say on which kind of processor they were made; both runs of a pair have the same.
+# all chosen on seeds 10 to 19. Those above have the older default, and this file no longer makes them: their options and
+# programs are those of commit c7931d9, in its runs.sh. New rows say on which kind of processor they were made; both runs of
+# a pair have the same.
 # * How sure is the README's own command? OneRoom, seeds 80 to 109, VL-DAC-now: how many end at 0.95 or more on the 200
 #   fixed seeds, with the interval of the count. Why the others do not, by their logs.
 # * Is the weaker KL what makes it sure? VL-DAC-now-KL-0.05, the same with --kl_coef 0.05, seeds 80 to 89: ten pairs, one
@@ -133,30 +134,17 @@ mkdir -p runs/final
 exec 9> runs/final/running
 flock --nonblock 9 || { echo "another copy of this script is running" >&2; exit 1; }
 
-toy() { # ENV SEED: prints the folder of its toy, which is taught if there is none yet
-  local folder=runs/final/toy-${1#*:}-$2
-  (
-    flock 8
-    if [ -e "$folder/adapter" ]; then exit; fi
-    rm -rf "$folder"
-    python vldac.py --env "$1" --model tiny --seed "$2" --device cpu --total_timesteps 512 --eval_episodes 0 \
-      --runs_dir runs/final --run_name "$(basename "$folder")" >> "$folder.txt" 2>&1
-  ) 8> "$folder.lock"
-  echo "$folder/base"
-}
-export -f toy
-
-row() { # WORLD METHOD SEED STEP SAMPLED [GREEDY LIKELIEST]: a row of runs.csv from the files of evaluations, if there
+row() { # WORLD METHOD SEED SAMPLED GREEDY LIKELIEST: a row of runs.csv from the files of evaluations, if there
   python - "$@" << 'END'
 import json, pathlib, sys
 sys.path.append("study")
 import report
-world, method, seed, step, *files = sys.argv[1:]
+world, method, seed, *files = sys.argv[1:]
 results = [json.loads(pathlib.Path(file).read_text()) if pathlib.Path(file).exists() else {} for file in files]
-sampled, greedy, likeliest = ([result.get("summary", result) for result in results] + [{}, {}])[:3]
+sampled, greedy, likeliest = [result.get("summary", result) for result in results]
 rates = [sampled["success_rate"], round(sampled["invalid_action_rate"], 5), ""]
-rates += [greedy.get("success_rate", ""), likeliest.get("success_rate", "")]
-print(world, method, seed, "", step, "", "", "", *rates, report.processor(), sep=",")
+rates += [greedy.get("success_rate", ""), likeliest["success_rate"]]
+print(world, method, seed, "", 0, "", "", "", *rates, report.processor(), sep=",")
 END
 }
 export -f row
@@ -166,15 +154,7 @@ run() { # WORLD METHOD SEED PROGRAM OPTIONS...: into runs/final/WORLD-METHOD-SEE
   shift 4
   if grep -q "^$world,$method,$seed," study/runs.csv; then return; fi
   echo "$(date +%H:%M) $name"
-  local options=(--run_name "$name" --runs_dir runs/final --seed "$seed" --eval_episodes 200 --device cpu) word
-  for word in "$@"; do
-    if [[ $word == toy:* ]]; then word=$(toy "${word#toy:}" "$seed"); fi # --model toy:ENV
-    options+=("$word")
-  done
-  if [[ $method == VL-DAC-more-on && ! -e $folder ]]; then
-    cp -r "runs/final/$world-VL-DAC-more-$seed" "$folder"
-    sed -i 's/"total_timesteps": 20480/"total_timesteps": 40960/' "$folder/args.json"
-  fi
+  local options=(--run_name "$name" --runs_dir runs/final --seed "$seed" --eval_episodes 200 --device cpu "$@")
   if [ -e "$folder/args.json" ]; then
     options=(--resume "$folder") # it was stopped
   else
@@ -184,55 +164,24 @@ run() { # WORLD METHOD SEED PROGRAM OPTIONS...: into runs/final/WORLD-METHOD-SEE
     echo "$name failed: $(tail -n 1 "$folder.txt")" >&2
     return 1
   fi
-  if [[ $method == taught || $method == taught-now ]]; then # of which only the start counts, so that it has one row
+  if [ "$method" = taught-now ]; then # of which only the start counts, so that it has one row
     for mode in sampled greedy; do
       if [[ $mode == greedy && $world == *NoHints ]]; then continue; fi # the likeliest tokens were the wrong question
       python eval.py start "$folder" --episodes 200 --mode $mode --out "$folder/$mode.json" >> "$folder.txt" 2>&1
     done
     python study/likeliest.py "$folder" > "$folder/likeliest.json" 2>> "$folder.txt"
-    row "$world" "$method" "$seed" 0 "$folder"/{sampled,greedy,likeliest}.json > "$folder.csv"
-  elif [[ $method == taught-* ]]; then # at another temperature: of tokens, and of actions
-    local episodes=200
-    if [[ $world == OneRoom ]]; then episodes=50; fi
-    local how="--temperature ${method#taught-} --episodes $episodes"
-    python eval.py start "$folder" $how --out "$folder/sampled.json" >> "$folder.txt" 2>&1
-    python study/likeliest.py "$folder" $how > "$folder/likeliest.json" 2>> "$folder.txt"
-    row "$world" "$method" "$seed" 0 "$folder"/{sampled,greedy,likeliest}.json > "$folder.csv"
+    row "$world" "$method" "$seed" "$folder"/{sampled,greedy,likeliest}.json > "$folder.csv"
   else
     python study/report.py rows "$folder" > "$folder.csv"
   fi
-  if [[ $method == transfer-again ]]; then # and how it fares with another's prompt, or thought
-    for room in Hallway FourRooms; do
-      for exchanged in prompts thoughts; do
-        python study/likeliest.py "$folder" --temperature 1 --env $room --exchanged $exchanged --episodes 50 \
-          > "$folder/$room-$exchanged.json" 2>> "$folder.txt"
-        row $room transfer-$exchanged "$seed" 10240 "$folder/$room-$exchanged.json" >> "$folder.csv"
-      done
-    done
-  elif [[ $method == transfer-* ]]; then # and how it fares where it never trained
-    for room in Hallway FourRooms; do
-      python eval.py run "$folder" --env $room --episodes 200 --out "$folder/$room.json" >> "$folder.txt" 2>&1
-      row $room "$method" "$seed" 10240 "$folder/$room.json" >> "$folder.csv"
-      if [[ $method == transfer-coin ]]; then continue; fi # it has the same start
-      python eval.py start "$folder" --env $room --episodes 200 --out "$folder/$room-0.json" >> "$folder.txt" 2>&1
-      row $room transfer-before "$seed" 0 "$folder/$room-0.json" >> "$folder.csv"
-    done
-  fi
-  : > "$folder.thoughts"
-  if [[ $world == OneRoomS6FastNoHints && $method =~ ^(VL-DAC-again|VL-DAC-bare|RL4VLM-0.5)$ ]]; then
-    python study/thoughts.py "$folder" "$world" "$method" > "$folder.thoughts" 2>> "$folder.txt"
-  fi
   # One run at a time, and the table is replaced in one piece.
-  flock runs/final/merging bash -c 'cat "$1.thoughts" >> study/thoughts.csv
-    cat study/runs.csv "$1.csv" > runs/final/table && mv runs/final/table study/runs.csv' _ "$folder"
+  flock runs/final/merging bash -c 'cat study/runs.csv "$1" > runs/final/table && mv runs/final/table study/runs.csv' \
+    _ "$folder.csv"
 }
 export -f run
 
 runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side, so that no toy is taught twice
-  local vldac=vldac.py rl4vlm=extras/rl4vlm.py loop=extras/loop.py response=extras/response_ratio.py critic=extras/critic.py
-  local few="40 41 42 43 44" all="40 41 42 43 44 45 46 47 48 49"
-  local long="--env study.worlds:LongOneRoom-v0 --max_new_tokens 100"
-  local bare="--env OneRoom --thought_coef 0.35 --stop_grad false"
+  local vldac=vldac.py rl4vlm=extras/rl4vlm.py response=extras/response_ratio.py critic=extras/critic.py
   each() { # WORLD METHOD SEEDS PROGRAM OPTIONS...
     for seed in $3; do echo "$1 $2 $seed ${*:4}"; done
   }
@@ -254,94 +203,6 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
     each OneRoomS6FastNoHints RL4VLM-1-at-$at "$(echo {10..14})" $rl4vlm $options --thought_coef 1
     each OneRoomS6FastNoHints response-ratio-at-$at "$(echo {10..14})" $response $options
     each OneRoomS6FastNoHints critic-none-at-$at "$(echo {10..14})" $critic $options --critic none
-  done
-  each OneRoom taught "$all" $vldac --env OneRoom $one_update
-  local cards="--gamma 1 --gae_lambda 1" # as NumberLine has by default
-  each NumberLineNoHints VL-DAC "$few" $vldac --env study.worlds:NumberLineNoHints-v0 $cards
-  each OneRoomNoise VL-DAC "$few" $vldac --env study.worlds:OneRoomNoise-v0
-  each OneRoomNoHints VL-DAC "$few" $vldac --env study.worlds:OneRoomNoHints-v0 --total_timesteps 51200
-  for seeds in "40 41" "42 43" "44"; do # so few at a time, as these toys take minutes, and a cache may not last
-    each LongOneRoom VL-DAC "$seeds" $vldac $long
-    for lambda in 0.5 1 0.2; do each LongOneRoom "RL4VLM-$lambda" "$seeds" $rl4vlm $long --thought_coef $lambda; done
-    each LongOneRoom response-ratio "$seeds" $response $long
-    each LongOneRoom taught "$seeds" $vldac $long $one_update
-  done
-  for world in NumberLine EZPoints Hallway FourRooms WallGap; do
-    each $world taught "$few" $vldac --env $world $one_update
-  done
-  each OneRoom VL-DAC "$all" $vldac --env OneRoom
-  each OneRoom LOOP "$all" $loop --env OneRoom
-  for lambda in 0.5 0.2 0.35 1; do each OneRoom "RL4VLM-$lambda" "$all" $rl4vlm --env OneRoom --thought_coef $lambda; done
-  each OneRoom response-ratio "$all" $response --env OneRoom
-  for world in Hallway FourRooms WallGap EZPoints NumberLine; do each $world VL-DAC "$few" $vldac --env $world; done
-  for lambda in 0.2 0.5 1; do each EZPoints "RL4VLM-$lambda" "$few" $rl4vlm --env EZPoints --thought_coef $lambda; done
-  each OneRoom VL-DAC-64x8 "$all" $vldac --env OneRoom --num_envs 64 --num_steps 8
-  each OneRoom RL4VLM-0.35-bare "$few" $rl4vlm $bare --kl_coef 0 --value_warmup 0
-  each OneRoom RL4VLM-0.35-KL "$few" $rl4vlm $bare --value_warmup 0
-  each OneRoom RL4VLM-0.35-KL-warm-up "$few" $rl4vlm $bare
-  for world in Hallway FourRooms WallGap; do each $world LOOP "$few" $loop --env $world; done
-  each OneRoom LOOP-61440 "$few" $loop --env OneRoom --total_timesteps 61440
-  each OneRoomS6NoHints VL-DAC "$all" $vldac --env ${room}NoHints-v0 --total_timesteps 51200
-  each OneRoomS6NoHintsNoise VL-DAC "$few" $vldac --env ${room}NoHintsNoise-v0 --total_timesteps 51200
-  each OneRoomS6NoHints taught "$all" $vldac --env ${room}NoHints-v0 $one_update
-  each OneRoomS6FastNoHints VL-DAC "$few" $vldac --env ${room}FastNoHints-v0 --total_timesteps 10240
-  each OneRoomS6FastNoHints taught "$few" $vldac --env ${room}FastNoHints-v0 $one_update
-  for world in OneRoom NumberLine; do
-    each ${world}NoHints taught "$few" $vldac --env study.worlds:${world}NoHints-v0 $one_update
-  done
-  each OneRoom VL-DAC-again "$all" $vldac --env OneRoom
-  for seed in $all; do
-    for kind in none token-per-step token; do each OneRoom critic-$kind $seed $critic --env OneRoom --critic $kind; done
-  done
-  each OneRoom one-step-TD "$all" $vldac --env OneRoom --gae_lambda 0
-  each OneRoom VL-DAC-bare "$all" $vldac --env OneRoom --kl_coef 0 --value_warmup 0 --stop_grad false
-  each OneRoom VL-DAC-weak-KL "$all" $vldac --env OneRoom --kl_coef 0.0054
-  each OneRoom RL4VLM-0.5-strong-KL "$all" $rl4vlm --env OneRoom --thought_coef 0.5 --kl_coef 0.46
-  each LongOneRoom VL-DAC-again "$few" $vldac $long
-  for kind in token-per-step token; do each LongOneRoom critic-$kind "$few" $critic $long --critic $kind; done
-  local fast="--env ${room}FastNoHints-v0 --total_timesteps 10240"
-  for seeds in "40 41" "42 43" "44 45" "46 47" "48 49"; do
-    each OneRoomS6FastNoHints VL-DAC-again "$seeds" $vldac $fast
-    each OneRoomS6FastNoHints RL4VLM-0.5 "$seeds" $rl4vlm $fast --thought_coef 0.5
-    each OneRoomS6FastNoHints RL4VLM-1 "$seeds" $rl4vlm $fast --thought_coef 1
-    each OneRoomS6FastNoHints response-ratio "$seeds" $response $fast
-    for kind in none token-per-step; do each OneRoomS6FastNoHints critic-$kind "$seeds" $critic $fast --critic $kind; done
-  done
-  # Presets are of the model "tiny" only, so with the folder of a toy its options are typed.
-  local typed="--num_images 1 --max_image_tokens 16 --max_new_tokens 40 --micro_batch_size 64 --value_hidden 256 256"
-  typed+=" --learning_rate 1e-3 --final_learning_rate 2e-5"
-  local mixed="--model toy:study.worlds:MixedNoHints-v0 $typed --total_timesteps 10240"
-  for seed in $all; do
-    each OneRoomS6FastNoHints transfer-reward $seed $vldac $mixed --env ${room}FastNoHints-v0
-    each OneRoomS6FastNoHintsNoise transfer-coin $seed $vldac $mixed --env ${room}FastNoHintsNoise-v0
-  done
-  each OneRoomS6FastNoHints VL-DAC-bare "$all" $vldac $fast --kl_coef 0 --value_warmup 0 --stop_grad false
-  local low="--learning_rate 3.333e-4 --final_learning_rate 6.667e-6" high="--learning_rate 3e-3 --final_learning_rate 6e-5"
-  for seed in $few; do
-    each OneRoomS6FastNoHints VL-DAC-low $seed $vldac $fast $low
-    each OneRoomS6FastNoHints VL-DAC-high $seed $vldac $fast $high
-    for lambda in 0.5 1; do
-      each OneRoomS6FastNoHints RL4VLM-$lambda-low $seed $rl4vlm $fast --thought_coef $lambda $low
-      each OneRoomS6FastNoHints RL4VLM-$lambda-high $seed $rl4vlm $fast --thought_coef $lambda $high
-    done
-  done
-  each OneRoom VL-DAC-more "$(echo {60..79})" $vldac --env OneRoom
-  for seeds in "45 46" "47 48" "49 50" "51 52" "53 54"; do
-    each LongOneRoom VL-DAC-test "$seeds" $vldac $long
-    each LongOneRoom critic-token-per-step-test "$seeds" $critic $long --critic token-per-step
-  done
-  each OneRoom VL-DAC-more-on "60 74" $vldac --env OneRoom
-  each OneRoomS6FastNoHints transfer-again "$all" $vldac $mixed --env ${room}FastNoHints-v0
-  for world in OneRoomS6FastNoHints OneRoom; do
-    local taught="--env $world"
-    if [[ $world == *NoHints ]]; then taught="--env study.worlds:$world-v0"; fi
-    for temperature in 1 0.7 0.5 0.25; do each $world taught-$temperature "$all" $vldac $taught $one_update; done
-  done
-  local four="--env ${room}FastNoHints-v0 --model toy:${room}FastNoHints-v0 $typed --total_timesteps 10240"
-  four+=" --num_envs 4 --num_steps 128"
-  for seed in $all; do
-    each OneRoomS6FastNoHints VL-DAC-4x128 $seed $vldac $four
-    each OneRoomS6FastNoHints critic-none-4x128 $seed $critic $four --critic none
   done
 }
 
