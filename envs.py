@@ -13,9 +13,8 @@ admissible action: the toy model learns to see and speak from them, and no agent
 
 After `reset(seed=s)` an episode is a function of s and the actions (in WebShop also of the seed of its site).
 An action that is not admissible costs its step, changes nothing and pays `invalid_reward` (in the card games:
-see their rules).
-What belongs to the task ends an episode as terminated, and its reward is learned from. At the time limit
-`step` returns truncated=True: with terminated=False the reward of that step is not learned from.
+see their rules). What belongs to the task ends an episode as terminated, and its reward is learned from. At
+the time limit `step` returns truncated=True: with terminated=False that step's reward is not learned from.
 
     make_env("OneRoom")                             a world of this file: "vldac/OneRoom-v0" in the registry
     make_env("FrozenLake-v1")                       any environment with Discrete actions and rendered frames

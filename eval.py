@@ -199,15 +199,17 @@ MODEL_OPTIONS = [*RUN_OPTIONS, "model", "num_images", "max_image_tokens"]
 
 
 def check_allowed(argv, allowed):
-    """UserError if an option is typed that an evaluation does not have; --help tells those that it has."""
+    """The typed options. UserError if an evaluation does not have one; --help tells those that it has."""
     if {"-h", "--help"} & set(argv):
         texts = vldac.option_help(Args)
         print("options of an evaluation (of a run, the defaults are the run's own)\n")
         for name in allowed:
             print(f"    --{name:18} {texts[name]}")
         raise SystemExit(0)
-    for name in vldac.typed_options(argv, Args):
+    typed = vldac.typed_options(argv, Args)
+    for name in typed:
         check(name in allowed, f"--{name} is no option of an evaluation: these are --{', --'.join(allowed)}")
+    return typed
 
 
 def options_of_run(command, folder, argv, episodes=200):
@@ -215,10 +217,10 @@ def options_of_run(command, folder, argv, episodes=200):
 
     What is typed wins over the options of the run.
     """
-    check_allowed(argv, RUN_OPTIONS)
+    typed = check_allowed(argv, RUN_OPTIONS)
     saved = dataclasses.replace(vldac.load_args(folder, Args), split="eval", episodes=episodes)
     args = vldac.parse_args(argv, Args, program="eval", defaults=vars(saved))
-    if command == "start" or "adapter" in vldac.typed_options(argv, Args):
+    if command == "start" or "adapter" in typed:
         return args, None
     has_weights = Path(folder, "checkpoint.pt").exists()
     check(has_weights, f"{folder} has saved nothing yet: there is no checkpoint.pt")

@@ -269,9 +269,6 @@ class VLMPolicy(nn.Module):
         self.special_tokens = re.compile("|".join(map(re.escape, special)))
         text_config = self.vlm.config.get_text_config()
         self.logit_cap = getattr(text_config, "final_logit_softcapping", None)  # Gemma 4's
-        for name in ("logits_scaling", "logit_scale", "output_multiplier"):  # `forward` has no such factor
-            factor = getattr(text_config, name, None)
-            check(factor in (None, 1), f"--model {args.model} is not supported: its {name} is {factor}")
 
         # Deviation 3: the value head is fp32. Half precision is too coarse for small errors.
         sizes = [text_config.hidden_size, *args.value_hidden]
@@ -957,7 +954,7 @@ def check_weights(path):
 
 
 def load_vlm(args: Args):
-    """The pretrained model. UserError if its folder lacks weights: they would be random."""
+    """The pretrained model. UserError if its folder lacks weights, which would be random, or does not fit."""
     # On H100 and H200, torch prefers cuDNN's attention, whose gradient is NaN for masked batches of some
     # lengths (github.com/pytorch/pytorch/issues/196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -965,6 +962,13 @@ def load_vlm(args: Args):
     vlm, loaded = AutoModelForImageTextToText.from_pretrained(args.model, **options)
     missing = min(loaded["missing_keys"], default=None)
     check(missing is None, f"--model {args.model} is not complete: it has no {missing}")
+    for name in (
+        "logits_scaling",
+        "logit_scale",
+        "output_multiplier",
+    ):  # `forward` has no such factor
+        factor = getattr(vlm.config.get_text_config(), name, None)
+        check(factor in (None, 1), f"--model {args.model} is not supported: its {name} is {factor}")
     if args.device.startswith("cuda"):
         # PyTorch 2.13's cuDNN raises at the first convolution where another cuDNN is installed
         # (github.com/pytorch/pytorch/issues/188892), and on some GPUs it cannot compute Qwen3-VL's.
@@ -1105,7 +1109,7 @@ def evaluate(policy, players, seeds, play=None) -> list[dict]:
 
 
 def summary(episodes) -> dict[str, float | None]:
-    """Means over episodes. The success rate is None if none has a flag; else one without a flag failed.
+    """Means over episodes. The success rate is None if no episode has a flag; one without is a failure else.
 
     >>> lost = {"success": None, "return": -1.0, "length": 3, "invalid": 1}
     >>> summary([lost, lost | {"success": True, "return": 2.0, "length": 1}])["success_rate"]
