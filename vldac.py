@@ -962,11 +962,8 @@ def load_vlm(args: Args):
     vlm, loaded = AutoModelForImageTextToText.from_pretrained(args.model, **options)
     missing = min(loaded["missing_keys"], default=None)
     check(missing is None, f"--model {args.model} is not complete: it has no {missing}")
-    for name in (
-        "logits_scaling",
-        "logit_scale",
-        "output_multiplier",
-    ):  # `forward` has no such factor
+    # A factor on the logits, which VLMPolicy.forward does not have:
+    for name in ("logits_scaling", "logit_scale", "output_multiplier"):
         factor = getattr(vlm.config.get_text_config(), name, None)
         check(factor in (None, 1), f"--model {args.model} is not supported: its {name} is {factor}")
     if args.device.startswith("cuda"):
