@@ -191,10 +191,13 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   each OneRoom VL-DAC-now-KL-0.05 "$(echo {80..89})" $vldac --env OneRoom --kl_coef 0.05
   each OneRoomS6NoHints VL-DAC-now "$(echo {50..59})" $vldac --env ${room}NoHints-v0 --total_timesteps 51200
   each OneRoomS6NoHints taught-now "$(echo {50..59})" $vldac --env ${room}NoHints-v0 $one_update
-  for world in Hallway EZPoints NumberLine FourRooms WallGap; do
-    each $world VL-DAC-now "$(echo {80..84})" $vldac --env $world
-    each $world taught-now "$(echo {80..84})" $vldac --env $world $one_update
-  done
+  described() { # WORLD...
+    for world in "$@"; do
+      each $world VL-DAC-now "$(echo {80..84})" $vldac --env $world
+      each $world taught-now "$(echo {80..84})" $vldac --env $world $one_update
+    done
+  }
+  described Hallway EZPoints NumberLine
   local tuned="--env ${room}FastNoHints-v0 --total_timesteps 10240 --eval_episodes 0 --learning_rate"
   for rates in "1e-3 2e-5" "3e-3 6e-5" "9e-3 1.8e-4"; do
     local at="${rates% *}" options="$tuned ${rates/ / --final_learning_rate }"
@@ -204,6 +207,7 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
     each OneRoomS6FastNoHints response-ratio-at-$at "$(echo {10..14})" $response $options
     each OneRoomS6FastNoHints critic-none-at-$at "$(echo {10..14})" $critic $options --critic none
   done
+  described FourRooms WallGap # the slowest
 }
 
 # What fails is reported and tried again next time; the rest goes on, and the script ends with an error.
