@@ -954,7 +954,7 @@ def check_weights(path):
 
 
 def load_vlm(args: Args):
-    """The pretrained model. UserError if its folder lacks weights, which would be random, or does not fit."""
+    """The pretrained model. UserError if it lacks weights, which would be random, or scales its logits."""
     # On H100 and H200, torch prefers cuDNN's attention, whose gradient is NaN for masked batches of some
     # lengths (github.com/pytorch/pytorch/issues/196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -1106,7 +1106,9 @@ def evaluate(policy, players, seeds, play=None) -> list[dict]:
 
 
 def summary(episodes) -> dict[str, float | None]:
-    """Means over episodes. The success rate is None if no episode has a flag; one without is a failure else.
+    """Means over episodes.
+
+    The success rate is None if no episode has a flag. Otherwise an episode without one counts as a failure.
 
     >>> lost = {"success": None, "return": -1.0, "length": 3, "invalid": 1}
     >>> summary([lost, lost | {"success": True, "return": 2.0, "length": 1}])["success_rate"]
