@@ -478,7 +478,7 @@ def plot(paths, out):
     paths = [path for path in paths if not path.endswith(".json")]
     runs = load_runs(paths) if paths else []
     for run in runs:
-        for suffix in ("-again", "-test", "-now"):  # the same method on other runs
+        for suffix in ("-again", "-test", "-now", "-tuned"):  # the same method on other runs
             run.method = run.method.removesuffix(suffix)
     if len({run.world for run in runs}) == 1 and not results:
         for run in runs:

@@ -194,10 +194,8 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   each OneRoomS6NoHints VL-DAC-now "$(echo {50..59})" $vldac --env ${room}NoHints-v0 --total_timesteps 51200
   each OneRoomS6NoHints taught-now "$(echo {50..59})" $vldac --env ${room}NoHints-v0 $one_update
   described() { # WORLD...
-    for world in "$@"; do
-      each $world VL-DAC-now "$(echo {80..84})" $vldac --env $world
-      each $world taught-now "$(echo {80..84})" $vldac --env $world $one_update
-    done
+    for world in "$@"; do each $world VL-DAC-now "$(echo {80..84})" $vldac --env $world; done
+    for world in "$@"; do each $world taught-now "$(echo {80..84})" $vldac --env $world $one_update; done
   }
   described Hallway EZPoints NumberLine
   local tuning="--env ${room}FastNoHints-v0 --total_timesteps 10240 --eval_episodes 0 --learning_rate"
