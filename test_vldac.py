@@ -498,6 +498,7 @@ INCOMPLETE = {  # what a model's folder lacks, and what is said
     "chat_template.jinja": "it has no chat template",
     "model-00002-of-": "is not complete: it has no model-00002-of-",
     "*.safetensors": "is not complete: it has no model-00001-of-",
+    "model*": "is not complete: it has no model.safetensors",
 }
 
 
@@ -1846,12 +1847,15 @@ def test_the_toy_is_taught_once_and_the_run_keeps_it(toy_run, tmp_path, monkeypa
     sizes = ["--num_envs", 64, "--num_steps", 2, "--minibatch_size", 64, "--total_timesteps", 256]
     sizes += ["--max_new_tokens", 40, "--eval_episodes", 2]
     one, rows = start(tmp_path, "tiny", SIGNAL, *sizes)
-    assert "teaching a toy" not in capsys.readouterr().err  # it is in the cache
+    printed = capsys.readouterr()
+    assert "teaching a toy" not in printed.err  # it is in the cache
+    assert f"{one}: the toy, {one / 'base'}, on cpu in float32" in printed.out.splitlines()[0]
     assert files(one / "base") == files(folder / "run" / "base")
     moved = one.rename(tmp_path / "moved")
     (moved / "checkpoint.pt").unlink()
     vldac.main(["--resume", str(moved)])
     assert without_times(rows_of(moved)) == without_times(rows)
+    assert f"{moved}: the toy, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("env, actions, captions, share", [

@@ -946,11 +946,15 @@ def check_frames(path, processor, placeholders):
 
 
 def check_weights(path):
-    """UserError if a model's folder lacks a shard of the weights. The hub's are downloaded later."""
+    """UserError if a model's folder lacks its weights or a shard of them. The hub's are downloaded later."""
+    if not os.path.isdir(path):
+        return
+    names = ["model.safetensors"]
     index = Path(path, "model.safetensors.index.json")
-    shards = json.loads(index.read_text())["weight_map"].values() if index.exists() else []
-    for shard in sorted(set(shards)):
-        check(Path(path, shard).exists(), f"--model {path} is not complete: it has no {shard}")
+    if index.exists():
+        names = json.loads(index.read_text())["weight_map"].values()
+    for name in sorted(set(names)):
+        check(Path(path, name).exists(), f"--model {path} is not complete: it has no {name}")
 
 
 def load_vlm(args: Args):
@@ -1458,9 +1462,9 @@ def main(argv=None, args_class=Args, training=None):
         else:
             folder = new_run(args, program)
             args = load_args(folder, args_class)
-        print_line(
-            f"{folder}: {args.model} on {args.device} in {args.dtype}; args.json there has all options"
-        )
+        toy = "the toy, " if args.model == str(folder / "base") else ""
+        where = f"{toy}{args.model}, on {args.device} in {args.dtype}"
+        print_line(f"{folder}: {where}; args.json there has all options")
         print_line(f"to go on after any stop: {resume} {folder}")
         training(args, folder)
         page = Path(__file__).parent / "extras" / "page.py"
