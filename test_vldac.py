@@ -1853,7 +1853,7 @@ def test_the_toy_is_taught_once_and_the_run_keeps_it(toy_run, tmp_path, monkeypa
     assert files(one / "base") == files(folder / "run" / "base")
     moved = one.rename(tmp_path / "moved")
     (moved / "checkpoint.pt").unlink()
-    vldac.main(["--resume", str(moved)])
+    vldac.main(["--resume", str(moved), "--model", "tiny"])
     assert without_times(rows_of(moved)) == without_times(rows)
     assert f"{moved}: the toy, " in capsys.readouterr().out
 

@@ -1343,7 +1343,12 @@ def typed_options(argv, args_class) -> dict:
 def parse_args(argv=None, args_class=Args, program=None, defaults=None) -> Args:
     """The options: typed > those of the run that is resumed, or `defaults` > world > toy > Args."""
     typed = typed_options(argv, args_class)
-    adapter, resumed = typed.get("adapter"), typed.get("resume")
+    resumed = typed.get("resume")
+    if resumed:
+        defaults = vars(load_args(resumed, args_class, program))
+        saved = json.loads(Path(resumed, "args.json").read_text())
+        typed = {name: x for name, x in typed.items() if x != saved.get(name)}  # the same words are no change
+    adapter = typed.get("adapter")
     fixed = {}  # what may be typed, but not changed
     if adapter:  # it brings its rank
         path = Path(adapter, "adapter_config.json")
@@ -1351,7 +1356,6 @@ def parse_args(argv=None, args_class=Args, program=None, defaults=None) -> Args:
         config = json.loads(path.read_text())
         fixed = {"lora_rank": config["r"], "lora_alpha": config["lora_alpha"]}
     if resumed:
-        defaults = vars(load_args(resumed, args_class, program))
         fixed = {name: x for name, x in defaults.items() if name not in MAY_CHANGE}
     if defaults is None:
         args = args_class(**typed)  # its world and model choose the presets
