@@ -1347,7 +1347,7 @@ def parse_args(argv=None, args_class=Args, program=None, defaults=None) -> Args:
     if resumed:
         defaults = vars(load_args(resumed, args_class, program))
         saved = json.loads(Path(resumed, "args.json").read_text())
-        typed = {name: x for name, x in typed.items() if x != saved.get(name)}  # the same words are no change
+        typed = {name: x for name, x in typed.items() if x != saved.get(name)}  # typed again: no change
     adapter = typed.get("adapter")
     fixed = {}  # what may be typed, but not changed
     if adapter:  # it brings its rank
