@@ -340,7 +340,8 @@ class VLMPolicy(nn.Module):
     @torch.no_grad()
     def sample(self, prompts) -> list[torch.Tensor]:
         """The tokens (R_b,) of B responses, each up to its first stop id or to max_new_tokens."""
-        self.eval()  # in train mode with gradient checkpointing, generate() returns garbage
+        if self.training:  # in train mode with gradient checkpointing, generate() returns garbage
+            self.eval()
         inputs = self.inputs(prompts)
         P = inputs["input_ids"].shape[1]
         with self.autocast:
@@ -970,18 +971,17 @@ def load_vlm(args: Args):
     for name in ("logits_scaling", "logit_scale", "output_multiplier"):
         factor = getattr(vlm.config.get_text_config(), name, None)
         check(factor in (None, 1), f"--model {args.model} is not supported: its {name} is {factor}")
-    if args.device.startswith("cuda"):
-        # PyTorch 2.13's cuDNN raises at the first convolution where another cuDNN is installed
-        # (github.com/pytorch/pytorch/issues/188892), and on some GPUs it cannot compute Qwen3-VL's.
-        torch.backends.cudnn.enabled = False
-        patches_as_products(vlm)
+    # PyTorch 2.13's cuDNN raises at the first convolution where another cuDNN is installed
+    # (github.com/pytorch/pytorch/issues/188892), and on some GPUs it cannot compute Qwen3-VL's.
+    torch.backends.cudnn.enabled = False
+    patches_as_products(vlm)
     return vlm
 
 
 def patches_as_products(vlm):
     """Compute the convolutions of Qwen's and GLM's patches as the matrix products that they are.
 
-    Without cuDNN they would be slow: PyTorch then goes from patch to patch.
+    Faster everywhere, and without cuDNN much: PyTorch would go from patch to patch.
     """
 
     def forward(conv, x):  # (images or patches, channels, ...)
