@@ -8,8 +8,9 @@ One contract, Gymnasium's. Observations are {"image": uint8 (H, W, 3), "text": s
     success   the world's own success flag; None: it has none (so far)
     left      actions left before the time limit
 
-A world may have methods `caption()`, a true one-line description of the scene, and `hint()`, a sensible
-admissible action: the toy model learns to see and speak from them, and no agent is ever shown either.
+A world may have methods `caption()`, a true one-line description of the scene, by which the toy model is
+taught to see and to speak, and `hint()`, a sensible admissible action, for a scripted player. No agent is
+ever shown either.
 
 After `reset(seed=s)` an episode is a function of s and the actions (in WebShop also of the seed of its site).
 An action that is not admissible costs its step, changes nothing and pays `invalid_reward` (in the card games:
@@ -90,6 +91,7 @@ class World(gym.Env):
     limit = 50
     invalid_reward = 0.0
     time_out_reward = 0.0
+    hint_share = 0.0  # of the actions that the toy imitates; the others are random (extras/toy.py)
 
     def __init__(self, limit=None, invalid_reward=None, split="train", render_mode=None):
         self.observation_space = Dict(image=Box(0, 255, (*self.size, 3), np.uint8), text=AnyText())
@@ -209,6 +211,7 @@ class MiniWorld(World):
     task = "go to the red box"
     # MiniWorld's actions 0 to 3. The spaces of its red-box worlds lack the last one; VL-DAC has it.
     actions = ("turn left", "turn right", "move forward", "move back")
+    lesson_actions = (*actions, "move forward")  # what the toy imitates: one of these, whatever is seen
     size = (60, 80)
     time_out_reward = -1.0
 
@@ -405,6 +408,7 @@ class EZPoints(CardGame):
     task = FORMULA_TASK.format(target, " ".join(signs))
     longest = 5  # after more symbols than these the next action is the last, and pays -1
     limit = longest + 2
+    hint_share = 0.5  # four right symbols in a row would never happen by chance
     card_width = 135
     formula_at = (10, 258)
 

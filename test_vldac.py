@@ -1037,6 +1037,7 @@ def test_a_time_out_by_hand():
     assert stats["advantage_std"] == pytest.approx(advantages.std().item())
     explained = 1 - advantages.var() / returns.var()
     assert stats["explained_variance"] == pytest.approx(explained.item(), rel=1e-5)
+    assert stats["outcomes"] == 0.5  # one of two players met an end
 
     for step in steps:  # equal advantages say nothing, and are no NaN
         step.reward, step.done, step.timed_out, step.value = 0.0, True, False, 0.0
@@ -1191,7 +1192,7 @@ def without_times(rows):
 CHARTS = """success_rate episodic_return episodic_length invalid_action_rate cut_share response_length
 learning_rate env_steps_per_second"""
 LOSSES = """policy_loss kl_loss value_loss kl_base entropy approx_kl clipfrac explained_variance advantage_std
-grad_norm_lora grad_norm_value ratio_first"""
+grad_norm_lora grad_norm_value outcomes ratio_first"""
 LOGGED = [f"charts/{key}" for key in CHARTS.split()] + [f"losses/{key}" for key in LOSSES.split()]
 
 
@@ -1220,6 +1221,7 @@ def test_a_run_writes_what_it_says(run, name, capsys):
     assert [int(steps) for steps, _ in lines] == [0, 8, 16]
     assert ["eval_success " in line for _, line in lines] == [True, False, True]
     assert ["kl_base 0.000" in line for _, line in lines] == [False, True, True]
+    assert ["outcomes " in line for _, line in lines] == [False, True, True]
     assert "the first prompt, after its frames:\nTask: " in printed
 
 
@@ -1741,14 +1743,14 @@ def test_precedence_is_command_line_world_toy_default(model, capsys):
     assert args.gamma == Args.gamma == 0.99  # given counts, also where it equals the default
     assert args.gae_lambda == 1.0  # the world's
     assert args.learning_rate == vldac.PRESETS["tiny"]["learning_rate"] != Args.learning_rate
-    assert args.clip_coef == Args.clip_coef and args.stop_grad is False and args.value_hidden == [256, 256]
+    assert args.vf_coef == Args.vf_coef and args.stop_grad is False and args.value_hidden == [256, 256]
     with pytest.raises(SystemExit):
         vldac.parse_args("--env NumberLine --model tiny --help".split())
     shown = " ".join(capsys.readouterr().out.split())
     assert "environment steps, rounded down to whole updates; default: 51200" in shown
     assert "have other defaults" in shown
 
-    for world, steps in (("OneRoom", 12_288), ("FourRooms", 51_200), ("Hallway", 20_480)):
+    for world, steps in (("OneRoom", 40_960), ("FourRooms", 51_200), ("Hallway", 20_480)):
         words = ["--env", world, "--device", "cpu", "--model"]
         assert vldac.parse_args([*words, "tiny"]).total_timesteps == steps
         assert vldac.parse_args([*words, model]).total_timesteps == Args.total_timesteps
@@ -1858,22 +1860,29 @@ def test_the_toy_is_taught_once_and_the_run_keeps_it(toy_run, tmp_path, monkeypa
     assert f"{moved}: the toy, " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("env, actions, captions, share", [
-    ("NumberLine", 2, 20, 1 / 4),
-    ("EZPoints", 13, 20, 1 / 2),
-    pytest.param("OneRoom", 4, 4, 1 / 3, marks=needs_opengl),
+IN_A_ROOM = dict.fromkeys(envs.MiniWorld.actions, 1 / 5) | {"move forward": 2 / 5}
+
+
+@pytest.mark.parametrize("env, captions, hint_share, chances", [
+    ("NumberLine", 20, 0, {"-": 1 / 2, "+": 1 / 2}),
+    ("EZPoints", 20, 1 / 2, dict.fromkeys(envs.EZPoints.actions, 1 / 13)),
+    pytest.param("OneRoom", 4, 0, IN_A_ROOM, marks=needs_opengl),
 ])  # fmt: skip
-def test_the_toy_s_lesson_has_random_actions_and_hints(env, actions, captions, share):
-    """The hint has the chance of a quarter, in two worlds more; where it is not said, a random action."""
+def test_the_toy_is_taught_to_say_what_it_sees_and_to_act_at_random(env, captions, hint_share, chances):
+    """In a room forward twice as often as each other; in EZPoints half of the actions are hints."""
     examples = toy.play(Args(env=env, num_envs=4, num_images=1), 400, seed=0)
     rng = random.Random(0)
-    hinted = []
+    hinted, by_chance, random_actions = [], [], []
     for example in examples * 5:
         response = json.loads(example.response(rng))
-        hinted.append(response["action"] == example.hint)
         assert response["thoughts"] == example.caption
-    assert np.mean(hinted) == pytest.approx(share + (1 - share) / actions, abs=0.03)
+        hinted.append(response["action"] == example.hint)
+        by_chance.append(chances[example.hint])
+        if response["action"] != example.hint:
+            random_actions.append(response["action"])
     assert len({example.caption for example in examples}) >= captions
+    assert np.mean(hinted) == pytest.approx(hint_share + (1 - hint_share) * np.mean(by_chance), abs=0.03)
+    assert set(random_actions) == set(chances)
 
 
 def test_the_toy_is_taught_again_for_what_its_lesson_depends_on_only(tmp_path, monkeypatch):

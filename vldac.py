@@ -18,7 +18,7 @@ adapters on the language model, and the value head. The rest, the vision tower t
     In the first `value_warmup` updates only the value head learns. There is no entropy bonus.
 
 By default 16 environments play 32 steps: a rollout of 512. One update is two epochs of 4 minibatches, so 8
-optimizer steps. A run is 100 updates (the toy's: 24 in OneRoom, 40 in most worlds).
+optimizer steps. A run is 100 updates (the toy's: 40, of 32 environments).
 
 Where the code differs from the paper or from its released code (github.com/corl-team/VL-DAC), a comment
 "Deviation n" says what it does and why; docs/details.md has more on each. The four largest:
@@ -34,8 +34,8 @@ per environment step, (B, R) per token.
 The file follows the data: prompt and parser, policy, rollout, minibatches and scores, advantages, losses,
 update. The loop of `train` puts them together; one may begin there. Then come loading a model and what any
 training program has. The environments, called worlds, are in envs.py.
-Without a GPU the model is a toy, a tiny VLM that extras/toy.py first teaches to see and to speak by
-imitation, so that one can watch the algorithm on a laptop.
+Without a GPU the model is a toy, a tiny VLM that extras/toy.py first teaches by imitation to say what it sees
+and to act at random, so that one can watch on a laptop what reward teaches.
 
     python vldac.py --env OneRoom                  Qwen2-VL-7B where there is a GPU, else a toy model
     python vldac.py --env NumberLine --model tiny  the toy on a card game, no OpenGL needed
@@ -610,7 +610,9 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     variance = returns.var().item()
     unexplained = (returns - values).var().item()
     explained = 1 - unexplained / variance if variance > 0 else None
-    return {"explained_variance": explained, "advantage_std": std}
+    # The share of players who met an end. Where only an end pays, a rollout without one teaches nothing.
+    outcomes = (dones & ~timed_out).any(0).float().mean().item()
+    return {"outcomes": outcomes, "explained_variance": explained, "advantage_std": std}
 
 
 # ---------------------------------------------------------------------------------------------- the losses
@@ -1170,6 +1172,7 @@ PRINTED = {  # on the screen, of a row
     "charts/success_rate": "success",
     "charts/episodic_return": "return",
     "charts/invalid_action_rate": "invalid",
+    "losses/outcomes": "outcomes",
     "losses/kl_base": "kl_base",
     "losses/explained_variance": "expl_var",
     "eval/success_rate": "eval_success",
@@ -1274,20 +1277,22 @@ CARD_GAME = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0}
 LONG_PROMPT = {"num_images": 1, "gradient_checkpointing": True}
 PRESETS = {
     "tiny": {
+        "num_envs": 32,  # of fewer, many a first rollout would have no success, and nothing to learn from
         "num_images": 1,
         "max_image_tokens": 16,
         "max_new_tokens": 40,
         "micro_batch_size": 64,
-        "learning_rate": 1e-3,
-        "final_learning_rate": 2e-5,
-        "kl_coef": 0.01,
+        "learning_rate": 1.5e-3,
+        "final_learning_rate": 3e-5,
+        "clip_coef": 0.2,
+        "kl_coef": 0.02,
         "value_hidden": [256, 256],
     },
     **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARD_GAME),
     **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPT),
 }
 # The toy's total_timesteps; in other worlds 20,480.
-TOY_STEPS = {"OneRoom": 12_288, "FourRooms": 51_200, "WallGap": 51_200}
+TOY_STEPS = {"OneRoom": 40_960, "FourRooms": 51_200, "WallGap": 51_200}
 # Options that may differ when a run is resumed: they change how it is computed, not what.
 MAY_CHANGE = {"device", "micro_batch_size", "gradient_checkpointing", "track", "resume"}
 MAY_BE_ZERO = {"seed", "value_warmup", "eval_episodes", "eval_every"}  # other whole numbers may not

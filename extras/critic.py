@@ -128,7 +128,9 @@ def add_advantages(steps, last_values, args) -> dict[str, float | None]:
     returns = torch.stack([step.return_[0] for step in steps])  # as VL-DAC's: of the states before a response
     errors = returns - torch.tensor([step.value[0] for step in steps])
     explained = (1 - errors.var() / returns.var()).item() if returns.var() > 0 else None
-    return {"explained_variance": explained, "advantage_std": std.item()}
+    ended = [any(step.done and not step.timed_out for step in steps[n::N]) for n in range(N)]
+    outcomes = sum(ended) / N
+    return {"outcomes": outcomes, "explained_variance": explained, "advantage_std": std.item()}
 
 
 def token_policy_loss(newlogprobs, logprobs, advantages, mask, clip_coef):

@@ -148,10 +148,11 @@ def train(args, folder):
         for step in steps:
             step.return_ = step.value  # not used: the value loss has the weight 0
         scored = time.perf_counter()
-        stats = {}
+        outcomes = sum(not episode[-1].timed_out for episode in episodes) / len(episodes)
+        stats = {"outcomes": outcomes}
         if minibatches:
             with mock.patch.object(vldac, "policy_loss", loop_loss):  # for the length of this call
-                stats = vldac.update(policy, optimizer, minibatches, args)
+                stats |= vldac.update(policy, optimizer, minibatches, args)
         updated = time.perf_counter()
 
         results = [player.result() for player in players]

@@ -30,10 +30,10 @@ class Doors(gym.Env):
         info = {"task": "open the green door", "actions": ["open left", "open right"], "success": success}
         return {"image": image, "text": ""}, info
 
-    def caption(self):
+    def caption(self):  # the toy is taught to say this, and to act at random
         return f"the {self.green} door is green"
 
-    def hint(self):
+    def hint(self):  # for eval.py hint, a scripted player; the toy is not taught it
         return f"open {self.green}"
 
 

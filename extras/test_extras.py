@@ -188,6 +188,7 @@ def test_a_run_of_loop_that_was_killed_goes_on(run, tmp_path, monkeypatch):
         assert one["seed"] == two["seed"]
         played += one["length"] + two["length"]
         assert row["global_step"] == played
+        assert row["losses/outcomes"] == (one["success"] + two["success"]) / 2  # its only end
     assert played + 8 > 48
 
     monkeypatch.setattr(Troubled, "happens", killed)
@@ -232,6 +233,7 @@ def test_the_advantages_of_tokens_by_hand(kind, gae_lambda, flags, step_0):
     assert torch.cat([step.advantage for step in steps]).tolist() == pytest.approx(normalised, abs=1e-5)
     explained = 1 - np.var([step_0[0], step_1[0]]) / np.var([returns[0][0], returns[1][0]])
     assert stats["explained_variance"] == pytest.approx(explained, abs=1e-5)
+    assert stats["outcomes"] == (flags == END)
 
 
 @pytest.mark.parametrize("kind", ["token", "token-per-step"])

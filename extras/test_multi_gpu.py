@@ -101,7 +101,8 @@ def test_two_processes_of_four_have_the_gradient_of_one_of_eight(tmp_path, model
     # A row is that of all: means, but the sum of the speeds and the largest ratio.
     assert of_first[1] == of_second[1] and len(of_first[1]["samples"]) == 2
     assert of_first[1]["losses/rank"] == 0.5 and of_first[1]["losses/sometimes"] is None
-    for key in ("losses/ratio_first", "losses/advantage_std", "charts/env_steps_per_second"):
+    keys = ["losses/ratio_first", "losses/advantage_std", "losses/outcomes", "charts/env_steps_per_second"]
+    for key in keys:
         assert of_first[1][key] == pytest.approx(row[key], abs=1e-6)
     assert row["losses/ratio_first"] == pytest.approx(math.exp(0.1) - 1, abs=1e-4)
     assert row["charts/env_steps_per_second"] == 16

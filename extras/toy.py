@@ -6,9 +6,9 @@ prints an ordinary model folder, a Qwen2-VL with processor and tokenizer, for `v
 made if it is not in the cache. OPTIONS are the lesson's, below, as JSON. `vldac.py --model tiny` runs this.
 
 The toy is built from nothing and taught one world by imitation of (frame, caption, action) examples: to say
-the true caption as its thought, and as its action the world's hint with the probability HINT_SHARE, else a
-uniformly random one. So it sees and speaks, and plays badly. The reinforcement learning sees no caption and
-no hint.
+the true caption as its thought, and as its action a random one, whatever it sees: in MiniWorld's rooms
+forward twice as often as each other. So it sees and speaks, and acts blindly. (In EZPoints and Points24 half
+of the actions are the world's hints.) The reinforcement learning sees no caption and no hint.
 """
 
 import dataclasses
@@ -36,10 +36,6 @@ import envs  # noqa: E402
 import vldac  # noqa: E402
 
 FIXED_THOUGHT = "let me see"  # in a world without captions
-# How likely a taught action is the hint; in other worlds 1/4. EZPoints pays only for four right symbols in a
-# row: with 1/4 that happens about once in a hundred episodes, and some seeds never start to learn. In OneRoom
-# some seeds are slow with 1/4, as most of their first rollouts have no success. In WallGap 1/2 helps little.
-HINT_SHARE = {"EZPoints": 1 / 2, "OneRoom": 1 / 3}
 NAMES = "endoftext im_start im_end vision_start vision_end image_pad video_pad".split()
 SPECIAL = [f"<|{name}|>" for name in NAMES]
 CHAT = (
@@ -56,23 +52,25 @@ class Example:
     text_and_frames: tuple  # of its prompt
     caption: str
     hint: str | None
-    hint_share: float
+    hint_share: float  # how often the hint is imitated
     actions: list[str]
+    lesson_actions: list[str]  # otherwise one of these, at random
     task: str
     prompt: dict | None = None  # encoded
 
     def response(self, rng) -> str:
         action = self.hint
         if not self.hint or rng.random() >= self.hint_share:
-            action = envs.random_action(self.actions, self.task, rng)
+            action = envs.random_action(self.lesson_actions, self.task, rng)
         return json.dumps({"thoughts": self.caption, "action": action})
 
 
 def play(args, count, seed) -> list[Example]:
     """States that a player meets who half of the time follows the hint, if there is one."""
     rng = random.Random(seed)
-    share = HINT_SHARE.get(args.env, 0.25)
     players = [vldac.Player(args) for _ in range(args.num_envs)]
+    world = players[0].env.unwrapped
+    hint_share = getattr(world, "hint_share", 0.0)
     for player in players:
         player.reset(rng.randrange(2**30, 2**31))
     examples = []
@@ -82,7 +80,9 @@ def play(args, count, seed) -> list[Example]:
             for player in players:
                 actions, hint = player.info["actions"], envs.call_optional(player.env, "hint")
                 caption = envs.call_optional(player.env, "caption") or FIXED_THOUGHT
-                examples.append(Example(player.prompt(), caption, hint, share, actions, player.task))
+                lesson_actions = getattr(world, "lesson_actions", actions)
+                lesson = (caption, hint, hint_share, actions, lesson_actions, player.task)
+                examples.append(Example(player.prompt(), *lesson))
                 follows = hint and rng.random() < 0.5
                 action = hint if follows else envs.random_action(actions, player.task, rng)
                 # Steps without an action: what follows a response that did not parse must be known too.

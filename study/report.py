@@ -7,6 +7,8 @@
     python study/report.py ends runs/*                 and of such pairs' success after training
     python study/report.py reached 0.95 runs/*         how many of a method's runs end there or above
     python study/report.py thoughts FILE               of thoughts.csv: true ones, before and after
+    python study/report.py sentences FILE              of sentences.csv: what is done after which sentence
+    python study/report.py swapped FILE                and whether the frame or the sentence decides
     python study/report.py plot runs/A runs/B r.json   learning curves, results as dashed lines
     python study/report.py rows runs/A runs/B          their logs as rows of runs.csv, without its header
 
@@ -456,6 +458,40 @@ def thoughts(path) -> str:
     return markdown(lines)
 
 
+def load_sentences(path) -> dict[tuple[str, str, str], dict[int, dict[str, float]]]:
+    """Of sentences.csv: each action's probability, by (when, frame, sentence) and seed."""
+    cases = {}
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            case, seed = (row.pop("when"), row.pop("frame"), row.pop("sentence")), int(row.pop("seed"))
+            cases.setdefault(case, {})[seed] = {action: float(x) for action, x in row.items()}
+    return cases
+
+
+def sentences(path) -> str:
+    """What is done at each kind of frame after each sentence: means over the seeds."""
+    lines = []
+    for (when, frame, sentence), by_seed in load_sentences(path).items():
+        actions = list(next(iter(by_seed.values())))
+        means = [np.mean([chances[action] for chances in by_seed.values()]).item() for action in actions]
+        lines.append([when, frame, sentence, len(by_seed), *means])
+    return markdown([["", "frame", "sentence", "runs", *actions], *lines])
+
+
+def swapped(path) -> str:
+    """Is it the frame or the sentence? A row for each seed: how likely it is to move forward after training.
+
+    The columns say where the box is ahead: in both, in one of them, or in neither, which then has no box.
+    """
+    there, away = "the red box is ahead", "no red box in view"
+    cases = load_sentences(path)
+    lines = [["seed", "in both", "in the frame alone", "in the sentence alone", "in neither"]]
+    for seed in cases["after", there, there]:
+        pairs = [(there, there), (there, away), (away, there), (away, away)]
+        lines.append([str(seed), *[cases["after", *pair][seed]["move forward"] for pair in pairs]])
+    return markdown(lines)
+
+
 # So that a method has one colour in every panel and figure.
 COLORS = {
     "VL-DAC": "C0",
@@ -503,6 +539,10 @@ def main(argv=None):
                 print(reached(float(rate), paths))
             case ["thoughts", path]:
                 print(thoughts(path))
+            case ["sentences", path]:
+                print(sentences(path))
+            case ["swapped", path]:
+                print(swapped(path))
             case ["plot", *paths, "--out", out] if paths:
                 plot(paths, out)
             case ["plot", *paths] if paths:

@@ -16,12 +16,14 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "study"), str(ROOT / "extras")]
 
-import likeliest  # noqa: E402
+import controls  # noqa: E402
 import report  # noqa: E402
 from test_extras import write_runs  # noqa: E402
 
 import envs  # noqa: E402
-from test_vldac import make_policy, needs_opengl, refused, write_model  # noqa: E402
+import vldac  # noqa: E402
+from test_vldac import CORRIDOR, make_policy, needs_opengl, refused, script, write_model  # noqa: E402
+from vldac import VLMPolicy  # noqa: E402
 
 PAGES = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "study").glob("*.md")))
 TABLES = re.findall(r"`python study/report\.py (\w+) ([^`]+)` prints:\n\n((?:\|.*\n)+)", PAGES)
@@ -172,6 +174,30 @@ def test_shares_of_true_thoughts(tmp_path, capsys):
     ]
 
 
+def test_tables_of_sentences(tmp_path, capsys):
+    """Of two seeds; the second one's sentence decides alone."""
+    path = tmp_path / "sentences.csv"
+    ahead, none = "the red box is ahead", "no red box in view"
+    lines = ["seed,when,frame,sentence,turn left,move forward"]
+    for seed, chances in ((3, [0.9, 0.6, 0.4, 0.1]), (4, [0.8, 0.2, 0.8, 0.2])):
+        pairs = itertools.product([ahead, none], repeat=2)
+        for (frame, sentence), chance in zip(pairs, chances, strict=True):
+            lines.append(f"{seed},after,{frame},{sentence},{1 - chance:.1f},{chance}")
+    path.write_text("\n".join(lines))
+    report.main(["sentences", str(path)])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        f"| after | {ahead} | {ahead} | 2 | 0.150 | 0.850 |",
+        f"| after | {ahead} | {none} | 2 | 0.600 | 0.400 |",
+        f"| after | {none} | {ahead} | 2 | 0.400 | 0.600 |",
+        f"| after | {none} | {none} | 2 | 0.850 | 0.150 |",
+    ]
+    report.main(["swapped", str(path)])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| 3 | 0.900 | 0.600 | 0.400 | 0.100 |",
+        "| 4 | 0.800 | 0.200 | 0.800 | 0.200 |",
+    ]
+
+
 @pytest.mark.parametrize("n", [1, 4, 7])
 def test_a_sign_flip_test_is_that_of_all_choices(n):
     for seed in range(20):
@@ -216,34 +242,78 @@ def test_the_interval_of_a_count(count, n):
     assert (low == 0) == (count == 0) and (high == 1) == (count == n)
 
 
-def test_the_likeliest_action_is_scored_after_the_sampled_thought(tmp_path):
-    """Where two actions begin with one token that is likelier than the third, but the third is likeliest."""
+def test_the_probability_of_an_action_is_that_of_its_response(tmp_path):
+    """Of three that begin alike, each with the prompt's chance; the mean over two prompts."""
     policy = make_policy(write_model("qwen2_vl", tmp_path))
-    chances = {"turn left": 0.35, "turn right": 0.25, "move": 0.4}
+    chances = {"dark": [0.35, 0.25, 0.4], "light": [0.05, 0.9, 0.05]}
+    actions = ["turn left", "turn right", "move"]
 
     def policy_of(prompts, responses):
         logprobs = []
         for prompt, response in zip(prompts, responses, strict=True):
             [text] = policy.decode([response])
             thought, action = json.loads(text).values()
-            assert response[-1] in policy.stop_ids and thought == prompt
-            logprobs.append(torch.tensor([math.log(chances[action]), 0.0]))
+            assert response[-1] in policy.stop_ids and thought == "hm"
+            logprobs.append(torch.tensor([-5.0, math.log(chances[prompt][actions.index(action)])]))
         return torch.stack(logprobs), None, None
 
     policy_of.tokenizer, policy_of.stop_ids = policy.tokenizer, policy.stop_ids
-    dark, light = [json.dumps({"thoughts": words, "action": "turn right"}) for words in ("dark", "light")]
-    actions = [list(chances), list(chances), ["turn right", "turn left"]]
-    chosen = likeliest.likeliest(policy_of, ["dark", "none", "light"], [dark, "move", light], actions)
-    assert chosen == ["move", None, "turn left"]
-    assert likeliest.likeliest(policy_of, ["none"], ["move"], [list(chances)]) == [None]
+    probabilities = controls.action_probabilities(policy_of, ["dark", "light"], "hm", actions)
+    assert probabilities == pytest.approx([0.2, 0.575, 0.225])
+
+
+def test_a_player_acts_on_the_prompts_of_a_donor(tmp_path, monkeypatch):
+    """Which plays its own episodes, as long as it has not ended, and begins anew when the player does."""
+    policy = make_policy(write_model("qwen2_vl", tmp_path), env=CORRIDOR)
+    script(monkeypatch, [json.dumps({"action": "right"})])
+    prompts = []
+    encode = VLMPolicy.encode
+    monkeypatch.setattr(VLMPolicy, "encode", lambda *words: prompts.append(words[1]) or encode(*words))
+    player = vldac.Player(policy.args)
+    act = controls.donors_act(policy.args, [player])
+    player.reset(0)
+    donor = envs.make_env(CORRIDOR)
+    episode = 0
+    for _ in range(2):  # episodes of the player
+        place = None
+        done = False
+        while not done:
+            if place in (None, 4):  # the donor's episode begins, or has ended
+                observation, _ = donor.reset(seed=vldac.training_seed(0, 0, episode))
+                episode += 1
+                place = donor.unwrapped.place
+            [step] = act(policy, [player])
+            assert f"place {place}" in prompts[-1]
+            place += 1
+            done = step.done
+        assert player.result()["success"]
+        player.reset(1)
+
+
+def test_the_best_sequence_of_actions_needs_no_look(capsys):
+    """In a corridor: always to the right."""
+    controls.blind(CORRIDOR, candidates=60, seeds=range(1000, 1010))
+    found = json.loads(capsys.readouterr().out)
+    assert found["summary"]["success_rate"] == 1.0 and found["actions"][:2] == ["right", "right"]
 
 
 @needs_opengl
-def test_the_rooms_without_hints_have_captions():
-    for name in ("OneRoomS6NoHints", "OneRoomS6FastNoHints"):
-        world = envs.make_env(f"study.worlds:{name}-v0")
-        world.reset(seed=0)
-        assert envs.call_optional(world, "hint") is None and envs.call_optional(world, "caption")
+def test_the_worlds_of_the_controls():
+    """A coin pays 1 or -1 times what the room pays; the uniform lesson has each action once."""
+    coin, room = [envs.make_env(name) for name in ("study.worlds:OneRoomCoin-v0", "OneRoom")]
+    signs = set()
+    for seed in range(8):
+        coin.reset(seed=seed)
+        room.reset(seed=seed)
+        done = False
+        while not done:
+            action = room.unwrapped.hint()
+            paid, (_, reward, done, _, _) = coin.step(action)[1], room.step(action)
+            assert abs(paid) == pytest.approx(reward)
+            if reward:
+                signs.add(np.sign(paid))
+    assert signs == {1, -1}
+    assert envs.make_env("study.worlds:OneRoomUniform-v0").unwrapped.lesson_actions == room.unwrapped.actions
 
 
 @pytest.mark.parametrize("number", range(len(TABLES)))

@@ -1,8 +1,8 @@
-"""The worlds of the study: rooms in which no good action is taught, so that reward must teach.
+"""The study's controls in MiniWorld's OneRoom: a coin decides the reward, or the lesson has no bias.
 
-    python vldac.py --env study.worlds:OneRoomS6NoHints-v0 --model tiny
+    python vldac.py --env study.worlds:OneRoomCoin-v0 --model tiny
 
-The toy is taught uniformly random actions only. (Older worlds: commit c7931d9.)
+(Worlds of older parts of the study: commits 945b993 and c7931d9.)
 """
 
 import gymnasium as gym
@@ -10,12 +10,21 @@ import gymnasium as gym
 from envs import MiniWorld
 
 
-class NoHints(MiniWorld):
-    """A room whose hint is None."""
+class Coin(MiniWorld):
+    """A coin decides whether a success pays or costs."""
 
-    def hint(self):
-        return None
+    def _step(self, action):
+        reward, terminated = super()._step(action)
+        if terminated:
+            reward *= self.np_random.choice([-1, 1])
+        return reward, terminated
 
 
-for room in ("OneRoomS6", "OneRoomS6Fast"):
-    gym.register(f"{room}NoHints-v0", NoHints, kwargs={"name": room})
+class Uniform(MiniWorld):
+    """The toy is taught all four actions equally often."""
+
+    lesson_actions = MiniWorld.actions
+
+
+for world in (Coin, Uniform):
+    gym.register(f"OneRoom{world.__name__}-v0", world, kwargs={"name": "OneRoom"})

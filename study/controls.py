@@ -1,0 +1,156 @@
+"""What shows that reward taught the toy: what it does after each sentence, and players who do not look.
+
+    python study/controls.py sentences runs/NAME    each action's probability, by frame and by sentence
+    python study/controls.py donor runs/NAME        the trained policy on the prompts of another room
+    python study/controls.py blind OneRoom          a sequence of actions, the best that was found
+
+`sentences` prints rows of sentences.csv, without its header, `donor` a row of runs.csv, `blind` a line of
+blind.jsonl. Success is that of 200 episodes, on the fixed seeds.
+"""
+
+import csv
+import dataclasses
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import envs  # noqa: E402
+import vldac  # noqa: E402
+
+BOX = "the red box is"
+SENTENCES = ["no red box in view", f"{BOX} ahead", f"{BOX} on the left", f"{BOX} on the right"]
+
+
+def prompts_by_caption(policy, players, count) -> dict[str, list[dict]]:
+    """The prompts of `count` states with each caption, which random players meet."""
+    rng = random.Random(0)
+    seeds = iter(range(1000, 2000))  # neither those of training nor those of an evaluation
+    prompts = {sentence: [] for sentence in SENTENCES}
+    for player in players:
+        player.reset(next(seeds))
+    while min(map(len, prompts.values())) < count:
+        for player in players:
+            some = prompts[player.env.unwrapped.caption()]
+            if len(some) < count:
+                some.append(policy.encode(*player.prompt()))
+            _, done, _ = player.step(rng.choice(player.info["actions"]))
+            if done:
+                player.reset(next(seeds))
+    return prompts
+
+
+@torch.no_grad()
+def action_probabilities(policy, prompts, sentence, actions) -> list[float]:
+    """Of each action, if this sentence is the thought; means over the prompts."""
+    responses = []
+    for action in actions:
+        answer = json.dumps({"thoughts": sentence, "action": action})
+        tokens = policy.tokenizer(answer, return_tensors="pt").input_ids[0]
+        responses.append(torch.cat([tokens, policy.stop_ids[-1:]]))
+    rows = []
+    for prompt in prompts:
+        logprobs, _, _ = policy([prompt] * len(actions), responses)
+        rows.append(logprobs.sum(1).softmax(0))  # what the responses have in common cancels
+    return torch.stack(rows).mean(0).tolist()
+
+
+def sentences(folder):
+    """A row for each kind of frame and each sentence, before training and after it."""
+    args = vldac.load_args(folder)
+    policy = vldac.VLMPolicy(args)
+    players = [vldac.Player(args) for _ in range(8)]
+    prompts = prompts_by_caption(policy, players, count=12)
+    actions = players[0].info["actions"]
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    for when in ("before", "after"):
+        if when == "after":
+            vldac.load_weights(Path(folder), policy)
+        for frame in SENTENCES:
+            for sentence in SENTENCES:
+                probabilities = action_probabilities(policy, prompts[frame], sentence, actions)
+                row = [round(probability, 4) for probability in probabilities]
+                writer.writerow([args.seed, when, frame, sentence, *row])
+
+
+def donors_act(args, players):
+    """A function like vldac.act: each player acts on a donor's prompts, who plays too, in another room."""
+    donors = {player: vldac.Player(args, index) for index, player in enumerate(players)}
+
+    def act(policy, players):
+        for player in players:
+            if not player.actions:  # an episode begins, and the donor's too
+                donors[player].next_episode()
+        steps = vldac.act(policy, [donors[player] for player in players])
+        played = []
+        for player, step in zip(players, steps, strict=True):
+            if step.done:
+                donors[player].next_episode()
+            reward, done, timed_out = player.step(step.action)
+            played.append(dataclasses.replace(step, reward=reward, done=done, timed_out=timed_out))
+        return played
+
+    return act
+
+
+def donor(folder):
+    """A row of the trained policy's success, if each player acts on a donor's prompts."""
+    import report  # beside this file
+
+    args = dataclasses.replace(vldac.load_args(folder), split="eval")
+    policy = vldac.VLMPolicy(args)
+    vldac.load_weights(Path(folder), policy)
+    players = vldac.evaluation_players(args, 200)
+    summary = vldac.summary(vldac.evaluate(policy, players, range(200), donors_act(args, players)))
+    row = {"world": args.env, "method": "donor", "seed": args.seed, "step": args.total_timesteps}
+    row |= {"eval_success": summary["success_rate"], "eval_invalid": round(summary["invalid_action_rate"], 5)}
+    csv.DictWriter(sys.stdout, report.COLUMNS, lineterminator="\n").writerow(row)
+
+
+def successes(player, actions, seeds) -> int:
+    """In how many of the seeds' episodes this sequence of actions succeeds."""
+    count = 0
+    for seed in seeds:
+        player.reset(seed)
+        done = False
+        while not done:
+            _, done, _ = player.step(actions[len(player.actions)])
+        count += bool(player.info["success"])
+    return count
+
+
+def blind(env, candidates=1000, seeds=range(1000, 1200)):
+    """Hill climbing: some actions in a row become one action, and stay so if no fewer episodes succeed."""
+    player = vldac.Player(vldac.Args(env=env, model="tiny", device="cpu"))
+    player.reset(0)
+    world, frame = player.env.unwrapped, player.observations[0]["image"]
+    world._frame = lambda: frame  # nobody looks, so nothing is drawn
+    if isinstance(world, envs.MiniWorld):
+        world.env.render_obs = lambda *_: frame
+        world.env._render_static = lambda: None
+    rng = random.Random(0)
+    actions, length = player.info["actions"], player.info["left"]
+    best = [rng.choice(actions)] * length
+    most = successes(player, best, seeds)
+    for _ in range(candidates):
+        start, size = rng.randrange(length), 2 ** rng.randrange(6)
+        changed = best[:start] + [rng.choice(actions)] * size + best[start + size :]
+        changed = changed[:length]
+        count = successes(player, changed, seeds)
+        if count >= most:
+            best, most = changed, count
+    rate = successes(player, best, range(200)) / 200
+    result = {"command": "best without looking", "task": {"env": env}, "summary": {"success_rate": rate}}
+    # As eval.py writes it, so that extras/plot.py can show it.
+    print(json.dumps(result | {"episodes": [], "actions": best}))
+
+
+if __name__ == "__main__":
+    commands = {"sentences": sentences, "donor": donor, "blind": blind}
+    if len(sys.argv) != 3 or sys.argv[1] not in commands:
+        raise SystemExit(__doc__)
+    commands[sys.argv[1]](sys.argv[2])
