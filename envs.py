@@ -211,7 +211,8 @@ class MiniWorld(World):
     task = "go to the red box"
     # MiniWorld's actions 0 to 3. The spaces of its red-box worlds lack the last one; VL-DAC has it.
     actions = ("turn left", "turn right", "move forward", "move back")
-    lesson_actions = (*actions, "move forward")  # what the toy imitates: one of these, whatever is seen
+    # What the toy imitates, whatever it sees: one of these, so forward half of the time, and seldom back.
+    lesson_actions = ("turn left",) * 2 + ("turn right",) * 2 + ("move forward",) * 5 + ("move back",)
     size = (60, 80)
     time_out_reward = -1.0
 

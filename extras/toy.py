@@ -7,8 +7,9 @@ made if it is not in the cache. OPTIONS are the lesson's, below, as JSON. `vldac
 
 The toy is built from nothing and taught one world by imitation of (frame, caption, action) examples: to say
 the true caption as its thought, and as its action a random one, whatever it sees: in MiniWorld's rooms
-forward twice as often as each other. So it sees and speaks, and acts blindly. (In EZPoints and Points24 half
-of the actions are the world's hints.) The reinforcement learning sees no caption and no hint.
+forward half of the time, else a turn, and seldom back. So it sees and speaks, and acts blindly. (In EZPoints
+and Points24 half of the actions are the world's hints.) The reinforcement learning sees no caption and no
+hint.
 """
 
 import dataclasses
