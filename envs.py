@@ -206,19 +206,25 @@ def make_simulator(name, height, width):
 
 
 class MiniWorld(World):
-    """Go to the red box. Reward 1 - 0.2 * steps / the simulator's limit on success, -1 on failure, else 0."""
+    """Go to the red box. Reward 1 - 0.2 * steps / the simulator's limit on success, -1 on failure, else 0.
+
+    limit          in steps of the simulator, also where an action is more than one
+    action_repeat  so many steps are an action, or fewer if the episode ends
+    """
 
     task = "go to the red box"
     # MiniWorld's actions 0 to 3. The spaces of its red-box worlds lack the last one; VL-DAC has it.
     actions = ("turn left", "turn right", "move forward", "move back")
-    # What the toy imitates, whatever it sees: one of these, so forward half of the time, and seldom back.
-    lesson_actions = ("turn left",) * 2 + ("turn right",) * 2 + ("move forward",) * 5 + ("move back",)
+    # What the toy imitates: one of these, whatever it sees.
+    lesson_actions = ("turn left", "turn right", "move forward", "move forward", "move back")
     size = (60, 80)
     time_out_reward = -1.0
 
-    def __init__(self, name, limit=None, **options):
+    def __init__(self, name, limit=None, action_repeat=1, **options):
         self.env = make_simulator(name, *self.size)
-        super().__init__(min(limit or 128, self.env.max_episode_steps), **options)
+        self.action_repeat = action_repeat  # steps of the simulator for an action
+        steps = min(limit or 128, self.env.max_episode_steps)
+        super().__init__(math.ceil(steps / action_repeat), **options)
 
     def _reset(self):
         self.image, _ = self.env.reset(seed=int(self.np_random.integers(2**31)))
@@ -226,13 +232,16 @@ class MiniWorld(World):
     def _step(self, action):
         # All worlds compile their walls into one OpenGL list, number 1: compile this one's again.
         self.env._render_static()
-        self.image, reward, terminated, *_ = self.env.step(self.actions.index(action))
+        for _ in range(self.action_repeat):
+            self.image, reward, terminated, *_ = self.env.step(self.actions.index(action))
+            if terminated:
+                break
         self.success = terminated and reward > 0
         failed = terminated and not self.success
         return (-1.0 if failed else reward), terminated
 
     def _invalid(self):
-        self.env.step_count += 1  # so that a later success pays for this step too
+        self.env.step_count += self.action_repeat  # so that a later success pays for this action too
         return self.invalid_reward
 
     def _frame(self):
@@ -249,8 +258,8 @@ class MiniWorld(World):
         focal = height / 2 / math.tan(math.radians(30))  # pixels; the vertical field of view is 60 degrees
         bearing = math.degrees(math.atan(offset / focal))
         # Ahead is within half a turn of the middle, and two degrees for the pixels.
-        half_turn = self.env.params.sample(None, "turn_step") / 2
-        if abs(bearing) <= half_turn + 2:
+        turn = self.action_repeat * self.env.params.sample(None, "turn_step")
+        if abs(bearing) <= turn / 2 + 2:
             return "ahead"
         return "on the left" if bearing < 0 else "on the right"
 
@@ -262,7 +271,7 @@ class MiniWorld(World):
         """Turn until the box is ahead, then walk; without a box in view, turn around and wander a little."""
         where = self._where()
         if where is None:  # 24 turns of 15 degrees are a full one
-            return "turn left" if self.taken % 36 <= 24 else "move forward"
+            return "turn left" if self.action_repeat * self.taken % 36 <= 24 else "move forward"
         return {"on the left": "turn left", "ahead": "move forward", "on the right": "turn right"}[where]
 
 
@@ -994,13 +1003,16 @@ for name in CARDS + TEXT:
     gym.register(f"vldac/{name}-v0", f"{__name__}:{name}")
 
 
-def make_env(name: str, *, max_episode_steps=None, invalid_reward=None, split="train") -> gym.Env:
+def make_env(
+    name: str, *, max_episode_steps=None, invalid_reward=None, split="train", action_repeat=1
+) -> gym.Env:
     """A world by its name here ("OneRoom"), or any environment by its Gymnasium id ("FrozenLake-v1").
 
     max_episode_steps  time limit in actions; None: the world's own. A limit of the game, of the simulator or
                        of the registration cannot be exceeded
     invalid_reward     for an action that is not admissible; None: the world's own
     split              "train" or "eval": of ALFWorld's games or WebShop's goals; other worlds ignore it
+    action_repeat      steps of MiniWorld's simulator for an action
     UserError for an unknown name, a missing package, or spaces that are neither the contract's nor Discrete.
 
     >>> env = make_env("NumberLine")
@@ -1014,9 +1026,13 @@ def make_env(name: str, *, max_episode_steps=None, invalid_reward=None, split="t
         sys.path.append(os.getcwd())  # where a module of your own may be
     in_registry = ":" in name or re.search(r"-v\d+$", name)
     env_id = name if in_registry else f"vldac/{name}-v0"
+    options = {"limit": max_episode_steps, "invalid_reward": invalid_reward, "split": split}
+    if action_repeat != 1:
+        room = env_id.removeprefix("vldac/").removesuffix("-v0") in RED_BOX
+        check(room, f"--action_repeat is for MiniWorld's rooms with a red box, and not for {name}")
+        options["action_repeat"] = action_repeat
     try:
         if env_id.startswith("vldac/"):
-            options = {"limit": max_episode_steps, "invalid_reward": invalid_reward, "split": split}
             return gym.make(env_id, disable_env_checker=True, **options).unwrapped
         env = gym.make(env_id, disable_env_checker=True)
         if isinstance(getattr(env, "action_space", None), Discrete):

@@ -89,8 +89,10 @@ def result_line(result) -> str:
         low, high = wilson(rate * n, n)
         success = f"success {rate:.3f} ({low:.3f}-{high:.3f})"
     who = ", ".join(filter(None, [result["command"], result["mode"]]))
+    repeat = result["task"].get("action_repeat", 1)
+    times = f" with each action {repeat} times" if repeat > 1 else ""
     return (
-        f"{result['task']['env']}, {who}, {n} episodes: {success}, "
+        f"{result['task']['env']}{times}, {who}, {n} episodes: {success}, "
         f"return {summary['episodic_return']:.3f}, length {summary['episodic_length']:.1f}"
     )
 
@@ -117,7 +119,7 @@ def scripted(command):
 
 
 # What two results must share to be compared.
-TASK = ("env", "split", "max_episode_steps", "invalid_reward")
+TASK = ("env", "split", "max_episode_steps", "invalid_reward", "action_repeat")
 # What else decides how a model plays.
 SAMPLING = ("temperature", "max_new_tokens", "num_images", "max_image_tokens", "dtype")
 
@@ -193,7 +195,7 @@ def compare(path_a, path_b) -> str:
 
 # What an evaluation may change of a run: its episodes, sampling and speed, and which adapter plays.
 RUN_OPTIONS = "episodes mode seed out env split max_episode_steps invalid_reward adapter temperature".split()
-RUN_OPTIONS += "max_new_tokens num_envs micro_batch_size device dtype".split()
+RUN_OPTIONS += "max_new_tokens num_envs micro_batch_size device dtype action_repeat".split()
 # Of a model or a scripted policy, what else a run would say.
 MODEL_OPTIONS = [*RUN_OPTIONS, "model", "num_images", "max_image_tokens"]
 

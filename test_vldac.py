@@ -1707,6 +1707,7 @@ WRONG = {
     "--total_timesteps 5": "at most --total_timesteps",
     "--resume torn": "torn is not the folder of a run",
     "--device cuda:7": "finds cpu",
+    "--action_repeat 2": "--action_repeat is for MiniWorld's rooms with a red box, and not for NumberLine",
 }
 
 
@@ -1750,10 +1751,11 @@ def test_precedence_is_command_line_world_toy_default(model, capsys):
     assert "environment steps, rounded down to whole updates; default: 51200" in shown
     assert "have other defaults" in shown
 
-    for world, steps in (("OneRoom", 40_960), ("FourRooms", 51_200), ("Hallway", 20_480)):
+    for world, steps, repeat in (("OneRoom", 30_720, 2), ("FourRooms", 51_200, 2), ("EZPoints", 20_480, 1)):
         words = ["--env", world, "--device", "cpu", "--model"]
-        assert vldac.parse_args([*words, "tiny"]).total_timesteps == steps
-        assert vldac.parse_args([*words, model]).total_timesteps == Args.total_timesteps
+        for model_of_it, expected in (("tiny", (steps, repeat)), (model, (Args.total_timesteps, 1))):
+            args = vldac.parse_args([*words, model_of_it])
+            assert (args.total_timesteps, args.action_repeat) == expected
     words = ["--env", "WebShop", "--device", "cpu", "--model"]  # long prompts, but a toy is small
     assert vldac.parse_args([*words, model]).gradient_checkpointing
     assert not vldac.parse_args([*words, "tiny"]).gradient_checkpointing
@@ -1860,7 +1862,7 @@ def test_the_toy_is_taught_once_and_the_run_keeps_it(toy_run, tmp_path, monkeypa
     assert f"{moved}: the toy, " in capsys.readouterr().out
 
 
-IN_A_ROOM = {"turn left": 0.2, "turn right": 0.2, "move forward": 0.5, "move back": 0.1}
+IN_A_ROOM = dict.fromkeys(envs.MiniWorld.actions, 1 / 5) | {"move forward": 2 / 5}
 
 
 @pytest.mark.parametrize("env, captions, hint_share, chances", [
@@ -1869,7 +1871,7 @@ IN_A_ROOM = {"turn left": 0.2, "turn right": 0.2, "move forward": 0.5, "move bac
     pytest.param("OneRoom", 4, 0, IN_A_ROOM, marks=needs_opengl),
 ])  # fmt: skip
 def test_the_toy_is_taught_to_say_what_it_sees_and_to_act_at_random(env, captions, hint_share, chances):
-    """In a room half of the actions are forward, whatever is seen; in EZPoints half are hints."""
+    """In a room forward twice as often as each other; in EZPoints half of the actions are hints."""
     examples = toy.play(Args(env=env, num_envs=4, num_images=1), 400, seed=0)
     rng = random.Random(0)
     hinted, by_chance, random_actions = [], [], []
@@ -2187,18 +2189,38 @@ def test_miniworld_rewards_and_ends():
 
 
 @needs_opengl
-def test_captions_of_miniworld_are_true():
+def test_an_action_may_be_several_steps_of_miniworld():
+    """Or fewer, if the episode ends. Limit and reward count the simulator's steps."""
+    frames = []
+    for repeat in (1, 3):
+        env = envs.make_env("OneRoom", max_episode_steps=50, action_repeat=repeat)
+        frames.append([record[0] for record in play(env, 1, lambda info: "turn left")])
+    assert len(frames[1]) == 1 + 17 and frames[1][:17] == frames[0][::3]
+    env = envs.make_env("OneRoom", action_repeat=3)
+    inadmissible = iter(["", "pickup"])
+    records = play(env, 1, lambda info: next(inadmissible, env.hint()))
+    actions, reward, info = len(records) - 1, records[-1][2], records[-1][5]
+    assert info["success"] and info["left"] == 43 - actions
+    steps = (1 - reward) / 0.2 * 180
+    assert 3 * actions - 2 <= round(steps, 3) <= 3 * actions
+    with pytest.raises(envs.UserError, match="--action_repeat is for MiniWorld's rooms"):
+        envs.make_env("EZPoints", action_repeat=2)
+
+
+@needs_opengl
+@pytest.mark.parametrize("repeat, ahead", [(1, 5), (2, 12)])
+def test_captions_of_miniworld_are_true(repeat, ahead):
     """Compared with where the simulator says the box is, in a room without walls between."""
-    env, seen = envs.make_env("OneRoom"), set()
+    env, seen = envs.make_env("OneRoom", action_repeat=repeat), set()
     for seed in range(60):
         env.reset(seed=seed)
         box = env.env.box.pos - env.env.agent.pos
         bearing = math.degrees(env.env.agent.dir - math.atan2(-box[2], box[0]))  # to the right
         bearing = (bearing + 180) % 360 - 180
         words = ""  # near a boundary both words are right
-        if abs(bearing) < 5:
+        if abs(bearing) < ahead:
             words = "ahead"
-        elif 15 < abs(bearing) < 25:
+        elif ahead + 10 < abs(bearing) < 25:
             words = "on the right" if bearing > 0 else "on the left"
         elif abs(bearing) > 60:
             words = "no red box"

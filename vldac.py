@@ -18,7 +18,7 @@ adapters on the language model, and the value head. The rest, the vision tower t
     In the first `value_warmup` updates only the value head learns. There is no entropy bonus.
 
 By default 16 environments play 32 steps: a rollout of 512. One update is two epochs of 4 minibatches, so 8
-optimizer steps. A run is 100 updates (the toy's: 40, of 32 environments).
+optimizer steps. A run is 100 updates (the toy's in OneRoom: 30, each of 32 environments).
 
 Where the code differs from the paper or from its released code (github.com/corl-team/VL-DAC), a comment
 "Deviation n" says what it does and why; docs/details.md has more on each. The four largest:
@@ -105,6 +105,7 @@ class Args:
     num_envs: int = 16  # environments that play at once
     num_steps: int = 32  # environment steps of each environment per update
     max_episode_steps: int | None = None  # default: the world's own limit
+    action_repeat: int = 1  # in MiniWorld: how many of the simulator's steps an action is
     invalid_reward: float | None = None  # for a response that names no action; default: the world's own
     num_images: int = 4  # newest frames in the prompt
     max_image_tokens: int = 256  # at most, per frame; some models have their own number, or a larger minimum
@@ -412,7 +413,8 @@ class Player:
         self.args, self.index = args, index
         self.episode = 0  # training episodes that have begun
         options = {"max_episode_steps": args.max_episode_steps, "invalid_reward": args.invalid_reward}
-        self.env = envs.make_env(args.env, split=args.split, **options)
+        options |= {"split": args.split, "action_repeat": args.action_repeat}
+        self.env = envs.make_env(args.env, **options)
 
     def reset(self, seed):
         """Begin the episode of this seed: an episode is a function of its seed and its actions."""
@@ -1272,12 +1274,13 @@ def show_a_response(policy, player):
 # -------------------------------------------------------------------------------------------- the options
 
 # Other defaults, of the toy and of some worlds. What is typed wins over these, and a world's over the toy's;
-# but a toy has its steps by TOY_STEPS and never checkpoints gradients.
+# but the toy checkpoints no gradients.
 CARD_GAME = {"num_images": 1, "gamma": 1.0, "gae_lambda": 1.0}
 LONG_PROMPT = {"num_images": 1, "gradient_checkpointing": True}
 PRESETS = {
     "tiny": {
-        "num_envs": 32,  # of fewer, many a first rollout would have no success, and nothing to learn from
+        "total_timesteps": 20_480,
+        "num_envs": 32,
         "num_images": 1,
         "max_image_tokens": 16,
         "max_new_tokens": 40,
@@ -1291,8 +1294,12 @@ PRESETS = {
     **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARD_GAME),
     **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPT),
 }
-# The toy's total_timesteps; in other worlds 20,480.
-TOY_STEPS = {"OneRoom": 40_960, "FourRooms": 51_200, "WallGap": 51_200}
+# And others of the toy in MiniWorld. A rollout without a success has nothing to learn from but noise. As the
+# toy acts at random at first, an action is two steps there, and more than 16 environments play.
+TOY_ROOMS = {
+    **dict.fromkeys(["OneRoom", "Hallway"], {"action_repeat": 2, "total_timesteps": 30_720}),
+    **dict.fromkeys(["FourRooms", "WallGap"], {"action_repeat": 2, "total_timesteps": 51_200}),
+}
 # Options that may differ when a run is resumed: they change how it is computed, not what.
 MAY_CHANGE = {"device", "micro_batch_size", "gradient_checkpointing", "track", "resume"}
 MAY_BE_ZERO = {"seed", "value_warmup", "eval_episodes", "eval_every"}  # other whole numbers may not
@@ -1366,8 +1373,8 @@ def parse_args(argv=None, args_class=Args, program=None, defaults=None) -> Args:
         args = args_class(**typed)  # its world and model choose the presets
         defaults = PRESETS.get(args.env, {})
         if args.model == "tiny":
-            defaults = PRESETS["tiny"] | defaults | {"gradient_checkpointing": False}
-            defaults["total_timesteps"] = TOY_STEPS.get(args.env, 20_480)
+            defaults = PRESETS["tiny"] | defaults | TOY_ROOMS.get(args.env, {})
+            defaults["gradient_checkpointing"] = False
     args = args_class(**defaults | fixed | typed)
     for name, x in fixed.items():
         unchanged = getattr(args, name) == x

@@ -7,9 +7,8 @@ made if it is not in the cache. OPTIONS are the lesson's, below, as JSON. `vldac
 
 The toy is built from nothing and taught one world by imitation of (frame, caption, action) examples: to say
 the true caption as its thought, and as its action a random one, whatever it sees: in MiniWorld's rooms
-forward half of the time, else a turn, and seldom back. So it sees and speaks, and acts blindly. (In EZPoints
-and Points24 half of the actions are the world's hints.) The reinforcement learning sees no caption and no
-hint.
+forward twice as often as each other. So it sees and speaks, and acts blindly. (In EZPoints and Points24 half
+of the actions are the world's hints.) The reinforcement learning sees no caption and no hint.
 """
 
 import dataclasses
@@ -224,6 +223,7 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
 
 # The options that the lesson depends on. Of the code these count: toy.py, envs.py, build_prompt.
 OPTIONS = "env seed split num_envs num_images max_image_tokens max_new_tokens max_episode_steps".split()
+OPTIONS += ["action_repeat"]
 
 
 def cached_folder(args) -> Path:

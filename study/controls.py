@@ -125,7 +125,7 @@ def successes(player, actions, seeds) -> int:
 
 def blind(env, candidates=1000, seeds=range(1000, 1200)):
     """Hill climbing: some actions in a row become one action, and stay so if no fewer episodes succeed."""
-    player = vldac.Player(vldac.Args(env=env, model="tiny", device="cpu"))
+    player = vldac.Player(vldac.parse_args(["--env", env, "--model", "tiny", "--device", "cpu"]))
     player.reset(0)
     world, frame = player.env.unwrapped, player.observations[0]["image"]
     world._frame = lambda: frame  # nobody looks, so nothing is drawn

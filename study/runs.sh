@@ -56,7 +56,7 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   each() { # WORLD METHOD SEEDS PROGRAM OPTIONS...
     for seed in $3; do echo "$1 $2 $seed ${*:4}"; done
   }
-  local room=study.worlds:OneRoom steps="--total_timesteps 40960"
+  local room=study.worlds:OneRoom steps="--total_timesteps 30720"
   each OneRoom vldac.py "$(echo {110..119})" vldac.py --env OneRoom
   each OneRoomCoin vldac.py "$(echo {110..119})" vldac.py --env ${room}Coin-v0 $steps
   each OneRoom vldac.py "$(echo {120..139})" vldac.py --env OneRoom

@@ -27,4 +27,5 @@ class Uniform(MiniWorld):
 
 
 for world in (Coin, Uniform):
-    gym.register(f"OneRoom{world.__name__}-v0", world, kwargs={"name": "OneRoom"})
+    kwargs = {"name": "OneRoom", "action_repeat": 2}  # as the toy's room has it
+    gym.register(f"OneRoom{world.__name__}-v0", world, kwargs=kwargs)
