@@ -200,15 +200,10 @@ RUN_OPTIONS += "max_new_tokens num_envs micro_batch_size device dtype action_rep
 MODEL_OPTIONS = [*RUN_OPTIONS, "model", "num_images", "max_image_tokens"]
 
 
-def check_allowed(argv, allowed):
-    """The typed options. UserError if an evaluation does not have one; --help tells those that it has."""
-    if {"-h", "--help"} & set(argv):
-        texts = vldac.option_help(Args)
-        print("options of an evaluation (of a run, the defaults are the run's own)\n")
-        for name in allowed:
-            print(f"    --{name:18} {texts[name]}")
-        raise SystemExit(0)
-    typed = vldac.typed_options(argv, Args)
+def typed_options(argv, allowed) -> list[str]:
+    """The names of what is typed. UserError unless an evaluation has these options, of which --help tells."""
+    vldac.parse(argv, Args, {}, allowed)  # it ends here if --help or a wrong value is typed
+    typed = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
     for name in typed:
         check(name in allowed, f"--{name} is no option of an evaluation: these are --{', --'.join(allowed)}")
     return typed
@@ -219,9 +214,9 @@ def options_of_run(command, folder, argv, episodes=200):
 
     What is typed wins over the options of the run.
     """
-    typed = check_allowed(argv, RUN_OPTIONS)
+    typed = typed_options(argv, RUN_OPTIONS)
     saved = dataclasses.replace(vldac.load_args(folder, Args), split="eval", episodes=episodes)
-    args = vldac.parse_args(argv, Args, program="eval", defaults=vars(saved))
+    args = vldac.parse(argv, Args, vars(saved))
     if command == "start" or "adapter" in typed:
         return args, None
     has_weights = Path(folder, "checkpoint.pt").exists()
@@ -234,9 +229,9 @@ def write_result(result, args, folder, argv):
     who = args.model if result["command"] == "model" else result["command"]
     adapter = args.adapter if result["weights"] == args.adapter else None  # else they are of a checkpoint
     parts = [args.env, who, adapter, result["mode"], str(args.episodes)]
-    for option, x in vldac.typed_options(argv, Args).items():
+    for option in typed_options(argv, MODEL_OPTIONS):
         if option in ("seed", *TASK[1:], *SAMPLING):
-            parts.append(f"{option}-{x}")
+            parts.append(f"{option}-{getattr(args, option)}")
     name = "-".join(filter(None, parts))
     out = Path(args.out or folder / (re.sub(r"[^\w.-]+", "-", name) + ".json"))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -248,19 +243,19 @@ def main(argv=None):
     try:
         match sys.argv[1:] if argv is None else argv:
             case ["run" | "start", "-h" | "--help"]:
-                check_allowed(["--help"], RUN_OPTIONS)
+                typed_options(["--help"], RUN_OPTIONS)
             case ["run" | "start" as command, folder, *options]:
                 args, checkpoint = options_of_run(command, Path(folder), options)
                 write_result(make_result(command, args, checkpoint), args, Path(folder, "eval"), options)
             case ["model" | "random" | "hint" as command, *options]:
-                check_allowed(options, MODEL_OPTIONS)
-                args = vldac.parse_args(options, Args, program="eval")
+                typed_options(options, MODEL_OPTIONS)
+                args = vldac.parse_args(options, Args)
                 write_result(make_result(command, args), args, Path("results"), options)
             case ["compare", a, b]:
                 print(compare(a, b))
             case ["-h" | "--help"]:
                 print(__doc__)
-                check_allowed(["--help"], MODEL_OPTIONS)
+                typed_options(["--help"], MODEL_OPTIONS)
             case _:
                 print(__doc__)
                 raise SystemExit(2)

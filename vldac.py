@@ -43,6 +43,7 @@ and to act at random, so that one can watch on a laptop what reward teaches.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -69,8 +70,10 @@ import numpy as np
 import torch
 import torch.nn as nn
 import transformers
+from jinja2 import TemplateError
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
+from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, HfArgumentParser, set_seed
@@ -187,23 +190,17 @@ NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}(?=[ \t\r\n]*[,}])")
 SEARCH = re.compile(r"search(\[(?=.*\w)[^\[\]]{1,100}\])", re.IGNORECASE)  # with a letter, digit or _
 
 
-def nfc(text) -> str:
-    """Each accented letter as one code point, as Qwen2's tokenizer writes it."""
-    return unicodedata.normalize("NFC", text)
-
-
 def folded(text) -> str:
-    """In small letters, without outer spaces."""
-    return nfc(text).strip().casefold()
+    """In small letters, without outer spaces, each accented letter as one code point, as Qwen2 writes it."""
+    return unicodedata.normalize("NFC", text).strip().casefold()
 
 
 def parse_action(text: str, actions) -> str | None:
     """The admissible action a response names, or None. Never evaluates, guesses or raises.
 
     The last "action" key counts. The JSON string or number after it must equal an action. Failing an exact
-    match, the Unicode form of accented letters is ignored, and failing that, case and outer spaces are too,
-    if exactly one action then matches. "search[...]" is not an action itself, but stands for any short
-    search[words].
+    match, case, outer spaces and the Unicode form of accented letters are ignored, if exactly one action then
+    matches. "search[...]" is not an action itself, but stands for any short search[words].
 
     >>> parse_action('{"thoughts": "it is close", "action": "Move forward "}', ["turn left", "move forward"])
     'move forward'
@@ -227,11 +224,10 @@ def parse_action(text: str, actions) -> str | None:
     if "search[...]" in actions and value.strip().casefold().startswith("search["):
         search = SEARCH.fullmatch(value.strip())
         return "search" + search[1] if search and search[1].isprintable() else None
-    for form in (str, nfc, folded):
-        same = {action for action in actions if form(action) == form(value)}
-        if same:
-            return same.pop() if len(same) == 1 else None
-    return None
+    if value in actions:
+        return value
+    same = {action for action in actions if folded(action) == folded(value)}
+    return same.pop() if len(same) == 1 else None
 
 
 # --------------------------------------------------------------------------------------------- the policy
@@ -267,7 +263,7 @@ class VLMPolicy(nn.Module):
         self.stop_ids = torch.tensor(stop_ids, device=args.device)
         self.no_tokens = torch.zeros(0, dtype=torch.long, device=args.device)  # an empty response
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        self.special_tokens = re.compile("|".join(map(re.escape, special)))
+        self.special_tokens = re.compile("|".join(map(re.escape, special)) or "(?!)")  # that fits nothing
         text_config = self.vlm.config.get_text_config()
         self.logit_cap = getattr(text_config, "final_logit_softcapping", None)  # Gemma 4's
 
@@ -388,9 +384,13 @@ class VLMPolicy(nn.Module):
 
     @torch.no_grad()
     def values(self, prompts) -> torch.Tensor:
-        """Values (B,) of prompts that have no response yet: R is 0, and the log-probabilities are (B, 0)."""
-        _, _, values = self(prompts, [self.no_tokens] * len(prompts))
-        return values
+        """Values (N,) of N prompts that have no response yet."""
+        values = []
+        for start in range(0, len(prompts), self.args.micro_batch_size):
+            some = prompts[start : start + self.args.micro_batch_size]
+            _, _, values_of_some = self(some, [self.no_tokens] * len(some))
+            values.append(values_of_some)
+        return torch.cat(values)
 
 
 # -------------------------------------------------------------------------------------------- the rollout
@@ -609,8 +609,8 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     for step, advantage, return_ in zip(steps, normalised.flatten(), returns.flatten(), strict=True):
         step.advantage = advantage.item()
         step.return_ = return_.item()
-    variance = returns.var().item()
-    unexplained = (returns - values).var().item()
+    variance = returns[~timed_out].var().item()
+    unexplained = (returns - values)[~timed_out].var().item()
     explained = 1 - unexplained / variance if variance > 0 else None
     # The share of players who met an end. Where only an end pays, a rollout without one teaches nothing.
     outcomes = (dones & ~timed_out).any(0).float().mean().item()
@@ -886,12 +886,22 @@ def train(args: Args, folder: Path):
 # ------------------------------------------------- loading a model, and what differs between their families
 
 
+@contextlib.contextmanager
+def reading(what):
+    """Around what needs the user's files: what is wrong with them is a UserError, in one line."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError, TemplateError) as error:
+        reason = " ".join(str(error).split())  # some have several lines
+        raise UserError(f"{what}: {reason[:500]}") from None
+
+
 def load_processor(path, max_image_tokens):
     """A model's processor: chat template, tokenizer, images (as large as max_image_tokens allows).
 
     UserError if there is no such model, if a part of it is missing, or if it shows frames in another way.
     """
-    try:
+    with reading(f"--model {path}"):
         config = AutoConfig.from_pretrained(path)
         check(type(config) in PROCESSOR_MAPPING, f"--model {path}: it takes no images")
         cls = PROCESSOR_MAPPING[type(config)]
@@ -899,9 +909,6 @@ def load_processor(path, max_image_tokens):
         images = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         settings, _ = cls.get_processor_dict(path)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())  # the hub's has several lines
-        raise UserError(f"--model {path}: {reason}") from None
     if hasattr(images, "merge_size"):  # Qwen, GLM: a token is merge_size^2 patches; "edges" count pixels
         largest = max_image_tokens * (images.patch_size * images.merge_size) ** 2
         if "temporal_factor" in inspect.signature(images.resize).parameters:  # GLM counts a frame twice
@@ -924,8 +931,8 @@ def load_processor(path, max_image_tokens):
         images.size = dict(images.max_image_size)
         processor.video_processor = types.SimpleNamespace(num_frames=None, fps=None)  # its template asks
     check(processor.chat_template, f"--model {path}: it has no chat template")
-    check_frames(path, processor, placeholder_ids(config))
-    check_weights(path)
+    with reading(f"--model {path}, its chat template"):
+        check_frames(path, processor, placeholder_ids(config))
     return processor
 
 
@@ -950,25 +957,14 @@ def check_frames(path, processor, placeholders):
     check(alike, f"--model {path} is not supported: {message}")
 
 
-def check_weights(path):
-    """UserError if a model's folder lacks its weights or a shard of them. The hub's are downloaded later."""
-    if not os.path.isdir(path):
-        return
-    names = ["model.safetensors"]
-    index = Path(path, "model.safetensors.index.json")
-    if index.exists():
-        names = json.loads(index.read_text())["weight_map"].values()
-    for name in sorted(set(names)):
-        check(Path(path, name).exists(), f"--model {path} is not complete: it has no {name}")
-
-
 def load_vlm(args: Args):
     """The pretrained model. UserError if it lacks weights, which would be random, or scales its logits."""
     # On H100 and H200, torch prefers cuDNN's attention, whose gradient is NaN for masked batches of some
     # lengths (github.com/pytorch/pytorch/issues/196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     options = {"dtype": getattr(torch, args.dtype), "output_loading_info": True}
-    vlm, loaded = AutoModelForImageTextToText.from_pretrained(args.model, **options)
+    with reading(f"--model {args.model}"):
+        vlm, loaded = AutoModelForImageTextToText.from_pretrained(args.model, **options)
     missing = min(loaded["missing_keys"], default=None)
     check(missing is None, f"--model {args.model} is not complete: it has no {missing}")
     # A factor on the logits, which VLMPolicy.forward does not have:
@@ -999,7 +995,10 @@ def patches_as_products(vlm):
 
 
 def add_lora(vlm, args: Args) -> PeftModel:
-    """The frozen VLM with adapters (in fp32, PEFT's default): new ones, or those of --adapter."""
+    """The frozen VLM with adapters (in fp32, PEFT's default): new ones, or those of --adapter.
+
+    UserError unless --adapter fits exactly.
+    """
     if args.adapter:
         lora = LoraConfig.from_pretrained(args.adapter)
         lora.inference_mode = False  # it is trained on
@@ -1017,9 +1016,14 @@ def add_lora(vlm, args: Args) -> PeftModel:
         # As a pattern: PEFT would save a long list by its last names, which fit the vision tower too.
         pattern = rf"{re.escape(decoder_name)}\.(.*\.)?({'|'.join(sorted(names))})"
         lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=pattern)
-    model = get_peft_model(vlm, lora)
+    problem = f"the adapter does not fit --model {args.model}"
+    with reading(problem):
+        model = get_peft_model(vlm, lora)
     if args.adapter:
-        load_adapter(model, args)
+        with reading(problem):
+            loaded = model.load_adapter(args.adapter, "default", is_trainable=True, torch_device="cpu")
+        check(not loaded.missing_keys, f"{problem}: it has no {loaded.missing_keys[:1]}")
+        check(not loaded.unexpected_keys, f"{problem}: it also has {loaded.unexpected_keys[:1]}")
     for module in vlm.modules():
         # Deviation 17: no dropout, or the ratio would not be 1 before anything is learned.
         if isinstance(module, nn.Dropout):
@@ -1032,24 +1036,6 @@ def add_lora(vlm, args: Args) -> PeftModel:
         # Else inputs would require gradients, and the frozen vision tower would be backpropagated.
         vlm.disable_input_require_grads()
     return model
-
-
-def load_adapter(model, args: Args):
-    """Give the model the weights of --adapter. UserError unless they fit exactly."""
-    problem = f"--adapter {args.adapter} does not fit --model {args.model}"
-    try:
-        loaded = model.load_adapter(args.adapter, "default", is_trainable=True, torch_device="cpu")
-    except RuntimeError as error:  # of the sizes
-        raise UserError(f"{problem}: {' '.join(str(error).split())[:300]}") from None
-    check(not loaded.missing_keys, f"{problem}: it has no {loaded.missing_keys[:1]}")
-    check(not loaded.unexpected_keys, f"{problem}: it also has {loaded.unexpected_keys[:1]}")
-
-
-def check_adapter(args: Args):
-    """UserError if --adapter does not fit --model, of which only the config is needed."""
-    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
-        vlm = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(args.model))
-        add_lora(vlm, args)
 
 
 def end_ids(vlm, tokenizer) -> list[int]:
@@ -1305,20 +1291,17 @@ MAY_CHANGE = {"device", "micro_batch_size", "gradient_checkpointing", "track", "
 MAY_BE_ZERO = {"seed", "value_warmup", "eval_episodes", "eval_every"}  # other whole numbers may not
 
 
-def load_args(folder, args_class=Args, program=None) -> Args:
-    """The options of a run, from its args.json; names that `args_class` does not have are ignored.
-
-    program  UserError if the run is not one of this program
-    """
-    try:
+def read_args(folder, program=None) -> dict:
+    """What a run's args.json says. UserError if it is not the folder of a run, or not of this program's."""
+    with reading(f"{folder} is not the folder of a run"):
         saved = json.loads(Path(folder, "args.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is not the folder of a run: {error}") from None
-    saved_by = saved.get("program", program)
+    saved_by = saved.pop("program", program)
     check(program in (None, saved_by), f"{folder} is a run of {saved_by}.py")
-    names = {option.name for option in dataclasses.fields(args_class)}
-    args = args_class(**{name: x for name, x in saved.items() if name in names})
-    # A run keeps its toy and the adapter that it starts from in its own folder, so that it can be moved.
+    return saved
+
+
+def use_copies(args: Args, folder):
+    """A run has its toy and the adapter that it starts from in its own folder, so that it can be moved."""
     if args.model == "tiny":
         args.model = str(Path(folder, "base"))
     if args.adapter:
@@ -1326,60 +1309,58 @@ def load_args(folder, args_class=Args, program=None) -> Args:
     return args
 
 
-def option_help(args_class) -> dict[str, str]:
-    """What --help says of each option: its comment in the source of its class, and its default."""
-    comments, texts = {}, {}
-    for cls in reversed(args_class.__mro__[:-1]):  # the last one is object
-        comments |= dict(re.findall(r"^    (\w+): [^#\n]*# (.*)$", inspect.getsource(cls), re.M))
-    for option in dataclasses.fields(args_class):
-        has_factory = option.default_factory is not dataclasses.MISSING
-        default = option.default_factory() if has_factory else option.default
-        parts = [comments.get(option.name), None if default is None else f"default: {default}"]
-        texts[option.name] = "; ".join(filter(None, parts))
-    return texts
+def load_args(folder, args_class=Args) -> Args:
+    """The options of a run; names that `args_class` does not have are ignored."""
+    names = {option.name for option in dataclasses.fields(args_class)}
+    saved = {name: x for name, x in read_args(folder).items() if name in names}
+    return use_copies(args_class(**saved), folder)
 
 
-def typed_options(argv, args_class) -> dict:
-    """The options that are typed, and no others, by name."""
-    note = "The toy and some worlds have other defaults. More on the options: docs/guide.md."
+def parse(argv, args_class, defaults, shown=None) -> Args:
+    """The options that are typed, else those of `defaults`, else those of the class.
+
+    shown  the options that --help tells of; None: all
+    """
+    note = "A run, the toy and some worlds have other defaults. More on the options: docs/guide.md."
     parser = HfArgumentParser(args_class, usage="%(prog)s [options]", epilog=note, allow_abbrev=False)
+    parser.set_defaults(**defaults)
     argv = sys.argv[1:] if argv is None else argv
-    # Only if it is asked for: a class that was not read from a file has no source.
-    texts = option_help(args_class) if {"-h", "--help"} & set(argv) else {}
-    for action in parser._actions:
-        action.help = action.help or texts.get(action.dest, "").replace("%", "%%")
-        action.default = argparse.SUPPRESS  # what is not typed is not in the result
-    return vars(parser.parse_args(argv))
+    comments = {}
+    if {"-h", "--help"} & set(argv):  # not before it is asked for: a notebook's class has no source
+        for cls in reversed(args_class.__mro__[:-1]):  # the last one is object
+            comments |= dict(re.findall(r"^    (\w+): [^#\n]*# (.*)$", inspect.getsource(cls), re.M))
+    for action in parser._actions[1:]:  # the first is --help
+        hidden = shown is not None and action.dest not in shown
+        action.help = argparse.SUPPRESS if hidden else comments.get(action.dest, "").replace("%", "%%")
+        if action.default is None:
+            action.default = argparse.SUPPRESS  # the comment tells it
+    return args_class(**vars(parser.parse_args(argv)))
 
 
-def parse_args(argv=None, args_class=Args, program=None, defaults=None) -> Args:
-    """The options: typed > those of the run that is resumed, or `defaults` > world > toy > Args."""
-    typed = typed_options(argv, args_class)
-    resumed = typed.get("resume")
-    if resumed:
-        defaults = vars(load_args(resumed, args_class, program))
-        saved = json.loads(Path(resumed, "args.json").read_text())
-        typed = {name: x for name, x in typed.items() if x != saved.get(name)}  # typed again: no change
-    adapter = typed.get("adapter")
+def parse_args(argv=None, args_class=Args, program=None) -> Args:
+    """The options: typed > those of the run that is resumed, or else of the world > of the toy > Args."""
+    args = parse(argv, args_class, {})  # a mistyped option ends here; world and model choose the presets
     fixed = {}  # what may be typed, but not changed
-    if adapter:  # it brings its rank
-        path = Path(adapter, "adapter_config.json")
-        check(path.exists(), f"{adapter} is not the folder of an adapter: no {path.name}")
-        config = json.loads(path.read_text())
-        fixed = {"lora_rank": config["r"], "lora_alpha": config["lora_alpha"]}
-    if resumed:
+    if args.resume:
+        defaults = read_args(args.resume, program)
         fixed = {name: x for name, x in defaults.items() if name not in MAY_CHANGE}
-    if defaults is None:
-        args = args_class(**typed)  # its world and model choose the presets
+    else:
         defaults = PRESETS.get(args.env, {})
         if args.model == "tiny":
             defaults = PRESETS["tiny"] | defaults | TOY_ROOMS.get(args.env, {})
             defaults["gradient_checkpointing"] = False
-    args = args_class(**defaults | fixed | typed)
+        if args.adapter:  # it brings its rank
+            with reading(f"--adapter {args.adapter}"):
+                config = json.loads(Path(args.adapter, "adapter_config.json").read_text())
+            check("r" in config, f"--adapter {args.adapter} is none of LoRA")
+            fixed = {"lora_rank": config["r"], "lora_alpha": config["lora_alpha"]}
+    args = parse(argv, args_class, defaults | fixed)
+    if args.resume and args.model != defaults["model"]:
+        args.model = os.path.abspath(args.model)  # a folder, whose name was typed again
     for name, x in fixed.items():
         unchanged = getattr(args, name) == x
-        check(unchanged, f"{resumed or adapter} has --{name} {x}, which cannot change")
-    return args
+        check(unchanged, f"{args.resume or args.adapter} has --{name} {x}, which cannot change")
+    return use_copies(args, args.resume) if args.resume else args
 
 
 def check_args(args: Args):
@@ -1389,6 +1370,8 @@ def check_args(args: Args):
         check(type(x) is not int or x >= least, f"--{name} must be at least {least}")
     for name in ("learning_rate", "final_learning_rate", "temperature", "clip_coef", "max_grad_norm"):
         check(getattr(args, name) > 0, f"--{name} must be above 0")
+    for name in ("kl_coef", "vf_coef"):
+        check(getattr(args, name) >= 0, f"--{name} must be at least 0")
     for name in ("gamma", "gae_lambda"):
         check(0 <= getattr(args, name) <= 1, f"--{name} must be between 0 and 1")
     devices = ["cpu"]
@@ -1407,6 +1390,8 @@ def check_training(args: Args):
     rollout = f"num_envs * num_steps = {steps}"
     check(steps <= args.total_timesteps, f"{rollout} must be at most --total_timesteps")
     check(steps % args.minibatch_size == 0, f"{rollout} must be a multiple of --minibatch_size")
+    saves = args.eval_episodes > 0 or args.eval_every == 0
+    check(saves, "--eval_every needs --eval_episodes: only an evaluation saves an adapter")
     falls = args.final_learning_rate <= args.learning_rate
     check(falls, f"--final_learning_rate {args.final_learning_rate} is above --learning_rate")
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # torchrun's name
@@ -1415,10 +1400,7 @@ def check_training(args: Args):
     if args.model == "tiny":
         check(not args.adapter, "a toy is taught for its run: --adapter needs that run's base/ as --model")
     else:
-        # What is wrong with a model or an adapter is said before there is a folder.
-        load_processor(args.model, args.max_image_tokens)
-        if args.adapter:
-            check_adapter(args)
+        load_processor(args.model, args.max_image_tokens)  # so that a mistyped name is said at once
 
 
 # -------------------------------------------------------------------------------------------- the program
@@ -1426,14 +1408,13 @@ def check_training(args: Args):
 
 def make_folder(parent: Path, name) -> Path:
     """A new folder of this name, or, if it is taken, with -2, -3 ... after it."""
-    folder = parent / name
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(2):
-        try:
+    with reading(f"--runs_dir {parent}"):
+        parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):  # perhaps of a program that has started at the same time
             folder.mkdir()
             return folder
-        except FileExistsError:  # perhaps by a program that has started at the same time
-            folder = parent / f"{name}-{number}"
 
 
 def new_run(args: Args, program) -> Path:
@@ -1443,10 +1424,10 @@ def new_run(args: Args, program) -> Path:
     name = args.run_name or re.sub(r"[^\w.-]+", "-", name)
     if args.model == "tiny":  # before there is a folder: it is taught for minutes, and may be stopped
         script = Path(__file__).parent / "extras" / "toy.py"
-        check(script.exists(), f"the toy model needs {script}; without it, give a --model")
         command = [sys.executable, str(script), json.dumps(vars(args))]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        check(done.returncode == 0, f"there is no toy: {script} ended with status {done.returncode}")
+        problem = f"there is no toy: {script} ended with status {done.returncode}"
+        check(done.returncode == 0, f"{problem}; without a toy, give a --model")
         toy = done.stdout.splitlines()[-1]
     elif os.path.isdir(args.model):
         args.model = os.path.abspath(args.model)  # the run may be resumed from another folder
@@ -1477,7 +1458,7 @@ def main(argv=None, args_class=Args, training=None):
             folder = Path(args.resume)
         else:
             folder = new_run(args, program)
-            args = load_args(folder, args_class)
+            args = use_copies(args, folder)
         toy = "the toy, " if args.model == str(folder / "base") else ""
         where = f"{toy}{args.model}, on {args.device} in {args.dtype}"
         print_line(f"{folder}: {where}; args.json there has all options")
@@ -1487,6 +1468,8 @@ def main(argv=None, args_class=Args, training=None):
         if page.exists():
             print_line(f"to look at it: {sys.executable} {page} {folder}")
     except UserError as error:
+        if folder and not args.resume and not (folder / "log.jsonl").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # nothing has begun
         exit_with(error)
     except KeyboardInterrupt:
         raise SystemExit(f"stopped; to go on: {resume} {folder}" if folder else "stopped") from None

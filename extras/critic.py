@@ -17,11 +17,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from unittest import mock
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from replaced import replaced  # noqa: E402
 
 import vldac  # noqa: E402
 from vldac import diagnostics, kl_base, kl_old, pad, step_mean  # noqa: E402
@@ -125,8 +126,9 @@ def add_advantages(steps, last_values, args) -> dict[str, float | None]:
     std = (squares.sum() / (len(squares) - 1)).sqrt()
     for step in steps:
         step.advantage = (step.advantage - mean) / (std + 1e-8)
-    returns = torch.stack([step.return_[0] for step in steps])  # as VL-DAC's: of the states before a response
-    errors = returns - torch.tensor([step.value[0] for step in steps])
+    kept = [step for step in steps if not step.timed_out]
+    returns = torch.stack([step.return_[0] for step in kept])  # as VL-DAC's: of the states before a response
+    errors = returns - torch.tensor([step.value[0] for step in kept])
     explained = (1 - errors.var() / returns.var()).item() if returns.var() > 0 else None
     ended = [any(step.done and not step.timed_out for step in steps[n::N]) for n in range(N)]
     outcomes = sum(ended) / N
@@ -178,10 +180,10 @@ def losses(policy, micro_batch, args):
 
 
 def train(args, folder):
-    replaced = {"VLMPolicy": NoCritic}
+    others = {"VLMPolicy": NoCritic}
     if args.critic != "none":
-        replaced = {"VLMPolicy": TokenCritic, "add_advantages": add_advantages, "losses": losses}
-    with mock.patch.multiple(vldac, **replaced):  # for the length of this call
+        others = {"VLMPolicy": TokenCritic, "add_advantages": add_advantages, "losses": losses}
+    with replaced(**others):
         vldac.train(args, folder)
 
 

@@ -13,7 +13,6 @@ import functools
 import math
 import sys
 from pathlib import Path
-from unittest import mock
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
@@ -22,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from replaced import replaced  # noqa: E402
 
 import vldac  # noqa: E402
 from envs import check  # noqa: E402
@@ -166,7 +167,7 @@ def check_gpu(args):
 
 
 def main(argv=None):
-    with mock.patch.multiple(vldac, VLMPolicy=Policy, check_training=check_gpu):  # until it ends
+    with replaced(VLMPolicy=Policy, check_training=check_gpu):
         vldac.main(argv)
 
 

@@ -18,11 +18,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from replaced import replaced  # noqa: E402
 
 import vldac  # noqa: E402
 from envs import UserError  # noqa: E402
@@ -151,7 +152,7 @@ def train(args, folder):
         outcomes = sum(not episode[-1].timed_out for episode in episodes) / len(episodes)
         stats = {"outcomes": outcomes}
         if minibatches:
-            with mock.patch.object(vldac, "policy_loss", loop_loss):  # for the length of this call
+            with replaced(policy_loss=loop_loss):
                 stats |= vldac.update(policy, optimizer, minibatches, args)
         updated = time.perf_counter()
 

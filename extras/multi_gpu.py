@@ -18,12 +18,13 @@ import sys
 import types
 from datetime import timedelta
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from replaced import replaced  # noqa: E402
 
 import vldac  # noqa: E402
 from envs import check  # noqa: E402
@@ -132,12 +133,15 @@ def new_run(args, program):
 
 
 def check_training(args):
-    with mock.patch.dict(os.environ, WORLD_SIZE="1"):  # of several processes it refuses to be one
-        original.check_training(args)
+    original.check_training(args)
     for name in ("num_envs", "minibatch_size"):
         divides = getattr(args, name) % WORLD_SIZE == 0
         check(divides, f"--{name} must be a multiple of the {WORLD_SIZE} processes")
     check(":" not in args.device, "--device must have no number: each process has its GPU")
+
+
+def nothing(*_, **__):
+    """What only the first process does."""
 
 
 REPLACED = [set_seed, make_optimizer, make_players, collect, make_minibatches, add_advantages, optimizer_step]
@@ -153,14 +157,14 @@ def main(argv=None, program=vldac.main):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # The processes wait for each other as long as the toy's teaching or an update may take.
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(days=1))
-    replaced = {function.__name__: function for function in REPLACED}
+    os.environ["WORLD_SIZE"] = "1"  # one of several processes is what vldac refuses to be
+    others = {function.__name__: function for function in REPLACED}
     if RANK > 0:  # the others write nothing and show no bars
-        nothing = mock.Mock()
-        replaced |= {"print_line": nothing, "write_row": nothing, "save_adapter": nothing}
-        replaced["tqdm"] = lambda items=None, *_, **__: original.tqdm(items, disable=True)
+        others |= {"print_line": nothing, "write_row": nothing, "save_adapter": nothing}
+        others["tqdm"] = lambda items=None, *_, **__: original.tqdm(items, disable=True)
     # What is printed to go on is this command.
-    command = f"-m torch.distributed.run --nproc_per_node={WORLD_SIZE} {sys.argv[0]}"
-    with mock.patch.multiple(vldac, **replaced), mock.patch.object(sys, "argv", [command, *sys.argv[1:]]):
+    sys.argv[0] = f"-m torch.distributed.run --nproc_per_node={WORLD_SIZE} {sys.argv[0]}"
+    with replaced(**others):
         program(argv)
     dist.destroy_process_group()
 

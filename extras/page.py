@@ -13,7 +13,6 @@ import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from plot import load_log  # noqa: E402
+from replaced import replaced  # noqa: E402
 
 import eval as evaluation  # noqa: E402
 import vldac  # noqa: E402
@@ -89,7 +89,7 @@ def record(command, args, checkpoint=None):
                 recording.result = player.result()
         return steps
 
-    with mock.patch.object(vldac, "act", act_and_record):  # for the length of this call
+    with replaced(act=act_and_record):
         result = evaluation.make_result(command, args, checkpoint)
     return result, recordings
 

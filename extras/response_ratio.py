@@ -11,11 +11,12 @@ It replaces vldac.policy_loss. The log's clipfrac has the ratios of tokens, as i
 
 import sys
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from replaced import replaced  # noqa: E402
 
 import vldac  # noqa: E402
 from vldac import policy_loss  # noqa: E402
@@ -35,7 +36,7 @@ def response_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
 
 
 def train(args, folder):
-    with mock.patch.object(vldac, "policy_loss", response_loss):  # for the length of this call
+    with replaced(policy_loss=response_loss):
         vldac.train(args, folder)
 
 

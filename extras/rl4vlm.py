@@ -13,11 +13,12 @@ import bisect
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from replaced import replaced  # noqa: E402
 
 import vldac  # noqa: E402
 from vldac import diagnostics, kl_base, kl_old, pad, value_loss  # noqa: E402
@@ -95,7 +96,7 @@ def losses(policy, micro_batch, args):
 
 
 def train(args, folder):
-    with mock.patch.object(vldac, "losses", losses):  # for the length of this call
+    with replaced(losses=losses):
         vldac.train(args, folder)
 
 

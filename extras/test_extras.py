@@ -51,6 +51,7 @@ from test_vldac import (  # noqa: E402
     scored,
     some_minibatches,
     some_prompts,
+    spy,
     start,
     surrogate,
 )
@@ -232,6 +233,8 @@ def test_the_advantages_of_tokens_by_hand(kind, gae_lambda, flags, step_0):
     normalised = ([*step_0, *step_1] - mean) / math.sqrt(variance)
     assert torch.cat([step.advantage for step in steps]).tolist() == pytest.approx(normalised, abs=1e-5)
     explained = 1 - np.var([step_0[0], step_1[0]]) / np.var([returns[0][0], returns[1][0]])
+    if flags == TIME_OUT:  # which says nothing, and one step has no variance
+        explained = None
     assert stats["explained_variance"] == pytest.approx(explained, abs=1e-5)
     assert stats["outcomes"] == (flags == END)
 
@@ -353,13 +356,8 @@ def test_an_animation_shows_every_step_and_the_end(toy_run, tmp_path, capsys):
 def test_a_page_shows_failures_first_and_the_critic(toy_run, tmp_path, monkeypatch, capsys):
     """At a high temperature some responses fail to parse, and some episodes fail."""
     folder, out = toy_run / "run", tmp_path / "page.html"
-    forward, sizes = VLMPolicy.forward, []
-
-    def counting(self, prompts, responses):
-        sizes.append(len(prompts))
-        return forward(self, prompts, responses)
-
-    monkeypatch.setattr(VLMPolicy, "forward", counting)
+    sizes = []
+    spy(monkeypatch, VLMPolicy, "forward", lambda _, prompts, responses: sizes.append(len(prompts)))
     words = "--episodes 40 --temperature 1.6 --micro_batch_size 8 --out".split()
     pages.main([str(folder), *words, str(out)])
     assert max(sizes) == 8 and sum(sizes) >= 40  # also where 40 players act at once

@@ -184,6 +184,8 @@ def test_the_processes_share_an_evaluation(env, episodes, processes, players, mo
 def test_each_process_takes_a_gpu_of_its_own(model, monkeypatch, capsys):
     """That of its number on this machine, and none that a person gives to all; its part is whole."""
     pretend_gpu(monkeypatch)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))  # main changes it, and WORLD_SIZE
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(multi_gpu, "WORLD_SIZE", 2)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
     taken = []

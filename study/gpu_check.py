@@ -28,6 +28,7 @@ visible = os.environ.get("CUDA_VISIBLE_DEVICES")
 torch.cuda.device_count()  # asked before test_vldac hides them from what comes later
 
 from cuda_graph import LoraLinear, Policy, lora_as_products  # noqa: E402
+from replaced import replaced  # noqa: E402
 from test_cuda_graph import stand_in  # noqa: E402
 
 import vldac  # noqa: E402
@@ -136,7 +137,7 @@ def training(model, policy_class) -> float:
     args = vldac.parse_args([*words.split(), "--max_new_tokens", "4" if DRY else "24"])
     folder, reserved = Path(tempfile.mkdtemp()), []
     remember = functools.partial(remembering, vldac.write_row, reserved)
-    with mock.patch.multiple(vldac, VLMPolicy=policy_class, write_row=remember):
+    with replaced(VLMPolicy=policy_class, write_row=remember):
         vldac.train(args, folder)
     _, *rows = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     times = ", ".join(f"{row['time/collect']:.1f}" for row in rows)

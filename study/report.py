@@ -535,7 +535,9 @@ def main(argv=None):
                 print(paired(paths, "over the run", difference_over_the_run))
             case ["ends", *paths] if paths:
                 print(paired(paths, "after", difference_after))
-            case ["reached", rate, *paths] if paths and rate.replace(".", "").isdigit():
+            case ["reached", rate, *paths] if paths:
+                if not re.fullmatch(r"[01](\.\d+)?", rate):
+                    raise UserError(f"after `reached` a rate, like 0.95, and not {rate}")
                 print(reached(float(rate), paths))
             case ["thoughts", path]:
                 print(thoughts(path))
