@@ -867,7 +867,8 @@ def test_unequal_micro_batches_give_the_gradient_of_one(model):
         shortest = minibatches[0][-1][-1]
         shortest.logprobs = shortest.logprobs - 0.1
         _, losses = updated(policy, minibatches, lr=0.0, max_grad_norm=1e9)
-        assert losses["ratio_first"] == pytest.approx(math.exp(0.1) - 1) and "ratio_distance" not in losses
+        assert losses["ratio_first"] == pytest.approx(math.exp(0.1) - 1, abs=1e-4)
+        assert "ratio_distance" not in losses
         names = "policy_loss value_loss kl_base entropy grad_norm_value".split()
         logged = [losses[name] for name in names]
         found.append([logged, [p.grad for p in policy.lora_parameters()]])
