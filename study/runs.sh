@@ -69,7 +69,7 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
 }
 
 blind() { # WORLD: the best blind player's line of blind.jsonl
-  if grep -q "\"$1\"" study/blind.jsonl; then return; fi
+  if grep -qs "\"$1\"" study/blind.jsonl; then return; fi
   python study/controls.py blind "$1" > "runs/final/blind-$1" && cat "runs/final/blind-$1" >> study/blind.jsonl
 }
 export -f blind
