@@ -418,7 +418,7 @@ class EZPoints(CardGame):
     task = FORMULA_TASK.format(target, " ".join(signs))
     longest = 5  # after more symbols than these the next action is the last, and pays -1
     limit = longest + 2
-    hint_share = 0.5  # four right symbols in a row would never happen by chance
+    hint_share = 0.5  # four right symbols in a row would hardly ever happen by chance
     card_width = 135
     formula_at = (10, 258)
 

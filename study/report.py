@@ -475,7 +475,7 @@ def sentences(path) -> str:
         actions = list(next(iter(by_seed.values())))
         means = [np.mean([chances[action] for chances in by_seed.values()]).item() for action in actions]
         lines.append([when, frame, sentence, len(by_seed), *means])
-    return markdown([["", "frame", "sentence", "runs", *actions], *lines])
+    return markdown([["when", "frame", "sentence", "runs", *actions], *lines])
 
 
 def swapped(path) -> str:
