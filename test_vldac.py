@@ -910,18 +910,13 @@ def test_gradient_checkpointing_changes_neither_samples_nor_gradients(around_an_
             changes["adapter"] = str(tmp_path)
         policy = make_policy(model, **changes).train()
         [[micro_batch]] = some_minibatches(policy)
-        seen = []  # what the frozen vision tower gives is not backpropagated
-        remember = lambda *call, seen=seen: seen.append(call[-1])  # noqa: E731
-        hook = policy.vlm.model.visual.register_forward_hook(remember)
-        runs.append(0)
-
-        def count(*call):
-            runs[-1] += 1
-
-        counting = policy.vlm.model.language_model.layers[0].mlp.register_forward_pre_hook(count)
+        seen, calls = [], []
+        policy.vlm.model.visual.register_forward_hook(lambda *call, seen=seen: seen.append(call[-1]))
+        layer = policy.vlm.model.language_model.layers[0].mlp
+        layer.register_forward_pre_hook(lambda *call, calls=calls: calls.append(call))
         updated(policy, [[micro_batch]], lr=0.0)
-        hook.remove()
-        counting.remove()
+        runs.append(len(calls))
+        # What the frozen vision tower gives is not backpropagated.
         outputs = [x for output in seen for x in output.values() if isinstance(x, torch.Tensor)]
         assert outputs and not any(x.requires_grad for x in outputs)
         found.append([column(micro_batch, "tokens"), *(p.grad for p in policy.lora_parameters())])
@@ -2654,7 +2649,7 @@ class ThorMaker:
         self.json_file_list, self.envs = ["sink", "fridge", "bed"], []
 
     def init_env(self, batch_size):
-        self.envs.append({"steps": 0, "stopped": False})
+        self.envs.append({"steps": 0})
         return self
 
     def seed(self, seed):
@@ -2679,7 +2674,7 @@ class ThorMaker:
         return frames
 
     def close(self):
-        self.envs[0]["stopped"] = True
+        self.envs.clear()
 
 
 def test_worlds_of_thor_have_simulators_and_games_of_their_own(monkeypatch):
@@ -2696,7 +2691,7 @@ def test_worlds_of_thor_have_simulators_and_games_of_their_own(monkeypatch):
     assert (first.step("go on")[0]["image"] == [1, 1, 200]).all()
     assert (steps[1][0]["image"] == [2, 2, 200]).all()
     first.close()
-    assert not second.unwrapped.env.envs[0]["stopped"]
+    assert second.unwrapped.env.envs
 
 
 @pytest.mark.parametrize("package, env, words", [
@@ -2723,8 +2718,6 @@ def page_of(path):
     kind, *rest = path[1:].split("/")
     session = rest[0] if rest else kind
     goal = int(session.removeprefix("fixed_"))
-    if goal >= GOALS:
-        raise ValueError("no such goal")
     body = '<html><head><script src="https://scripts.invalid/jquery.js"></script></head><body>'
     body += f'<div id="instruction-text"><h4>Instruction:<br>a large mug, number {goal}</h4></div>'
     if kind == session:
@@ -2754,11 +2747,8 @@ class Shop(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         path, _, query = self.path.partition("?")
         Shop.searched += parse_qs(query).get("search_query", [])
-        try:
-            status, body = 200, page_of(unquote(path)).encode()
-        except ValueError:
-            status, body = 500, b"Internal Server Error"
-        self.send_response(status)
+        body = page_of(unquote(path)).encode()
+        self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
