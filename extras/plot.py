@@ -97,11 +97,8 @@ def group(curves) -> dict[tuple[str, str], list[Curve]]:
     return groups
 
 
-def plot(curves, results, out, colors=None):
-    """Learning curves: a panel per world; the mean of the seeds as a thick line, results dashed.
-
-    colors  of methods and of who else plays; others get the next ones of matplotlib's cycle
-    """
+def plot(curves, results, out):
+    """Learning curves: a panel per world; the mean of the seeds as a thick line, results dashed."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -120,7 +117,7 @@ def plot(curves, results, out, colors=None):
         axes[world].set(xlabel="environment steps", ylabel="success", ylim=(-0.02, 1.02))
         axes[world].xaxis.set_major_formatter("{x:,.0f}")
         axes[world].grid(alpha=0.3)
-    colors = {"random actions": "0.5", "scripted player": "0"} | (colors or {})
+    colors = {"random actions": "0.5", "scripted player": "0"}  # others: the next ones of matplotlib's cycle
     lines, marks = {}, ["thick: the mean"]
     for (world, method), runs in groups.items():
         color = colors.setdefault(method, f"C{len(colors) - 2}")

@@ -2,18 +2,16 @@
 
     python study/report.py table runs/A runs/B         the figures of runs, a row each
     python study/report.py methods runs/*              those of methods: means over their runs
-    python study/report.py ranks runs/*                each method against the first, success over the run
-    python study/report.py pairs runs/*                the same, of pairs with the same seed
-    python study/report.py ends runs/*                 and of such pairs' success after training
+    python study/report.py pairs runs/*                each method against the first, success over the run
+    python study/report.py ends runs/*                 the same of success after training
     python study/report.py reached 0.95 runs/*         how many of a method's runs end there or above
-    python study/report.py thoughts FILE               of thoughts.csv: true ones, before and after
     python study/report.py sentences FILE              of sentences.csv: what is done after which sentence
     python study/report.py swapped FILE                and whether the frame or the sentence decides
     python study/report.py plot runs/A runs/B r.json   learning curves, results as dashed lines
     python study/report.py rows runs/A runs/B          their logs as rows of runs.csv, without its header
 
-Each takes the folders of runs, or study/runs.csv followed by what to show of it: OneRoom/VL-DAC OneRoom/LOOP,
-or OneRoom/VL-DAC@40-44 for some of the seeds. For plot, --out FILE comes last.
+Each takes the folders of runs, or study/runs.csv followed by what to show of it: OneRoom/vldac.py
+Hallway/vldac.py, or OneRoom/vldac.py@110-119 for some of the seeds. For plot, --out FILE comes last.
 """
 
 import csv
@@ -45,10 +43,8 @@ LOGGED = {
     "eval_invalid": "eval/invalid_action_rate",
     "explained_variance": "losses/explained_variance",
 }
-# episodes: that ended in the update. The next two: before training, with the likeliest tokens, and with the
-# likeliest action (likeliest.py); runs.sh measures them. processor: on which the run was made, empty in older
-# rows.
-COLUMNS = ["world", "method", "seed", "episodes", *LOGGED, "eval_greedy", "eval_likeliest", "processor"]
+# episodes: that ended in the update. processor: on which the run was made.
+COLUMNS = ["world", "method", "seed", "episodes", *LOGGED, "processor"]
 
 
 @dataclass
@@ -58,8 +54,6 @@ class Run(curves.Curve):
     seed: int
     episodes: int | None  # that have ended
     before: float | None  # success on the fixed seeds
-    greedy: float | None  # the same with the likeliest tokens
-    likeliest: float | None  # and with the likeliest action
     after: float | None
     parsed: float  # of the responses at the end
     kl_base: float | None  # of the last update that has one (in LOOP, not all have)
@@ -69,7 +63,7 @@ class Run(curves.Curve):
         """Success averaged over the run, from step 0 to its end; None if there was no update.
 
         >>> steps, rates = np.array([0, 10, 30]), np.array([0.2, 0.2, 0.6])
-        >>> run = Run("OneRoom", "VL-DAC", steps, rates, 0, 3, 0.2, None, None, 0.6, 1.0, 0.1, 0.5)
+        >>> run = Run("OneRoom", "vldac.py", steps, rates, 0, 3, 0.2, 0.6, 1.0, 0.1, 0.5)
         >>> run.mean()  # (10 * 0.2 + 20 * 0.4) / 30
         0.3333333333333333
         """
@@ -116,8 +110,6 @@ def run_of(rows) -> Run:
         seed=int(first["seed"]),
         episodes=None if first["episodes"] is None else int(sum(row["episodes"] for row in rows)),
         before=first["eval_success"] if steps[0] == 0 else None,
-        greedy=first.get("eval_greedy"),
-        likeliest=first.get("eval_likeliest"),
         after=evaluations[-1]["eval_success"] if evaluations else None,
         parsed=1 - unparsed,
         kl_base=divergences[-1] if divergences else None,
@@ -139,7 +131,7 @@ def load_table(path, names) -> list[list[dict]]:
                     numbers = {name: float(row[name]) if row[name] else None for name in COLUMNS[2:-1]}
                     runs.setdefault((number, seed), []).append(row | numbers)
     if len({number for number, _ in runs}) < len(names) or not names:
-        raise UserError(f"{path}: after it, the worlds and methods that it has, like OneRoom/VL-DAC")
+        raise UserError(f"{path}: after it, the worlds and methods that it has, like OneRoom/vldac.py")
     return [runs[key] for key in sorted(runs)]
 
 
@@ -152,27 +144,6 @@ def load_rows(paths) -> list[list[dict]]:
 
 def load_runs(paths) -> list[Run]:
     return [run_of(rows) for rows in load_rows(paths)]
-
-
-def rank_sum(a, b) -> float:
-    """Exact two-sided p of the hypothesis that two groups come from one distribution (Wilcoxon 1945).
-
-    Under it any choice of len(a) of the values is as likely: p is the share of the choices whose sum of
-    ranks is as far from its mean as that of a, or farther. Equal values share a rank.
-
-    >>> rank_sum([1, 2], [3, 4, 5])  # 1 + 2 is 3 below the mean; of the ten sums 4 + 5 is as far
-    0.2
-    """
-    values = np.array([*a, *b])
-    ranks = (values[:, None] > values).sum(1) * 2 + (values[:, None] == values).sum(1)  # doubled: integers
-    ways = np.zeros((len(a) + 1, ranks.sum() + 1))  # ways[k, s]: to choose k values whose ranks sum to s
-    ways[0, 0] = 1
-    for rank in ranks:
-        ways[1:, rank:] += ways[:-1, :-rank].copy()
-    mean = len(a) * ranks.sum() / len(values)
-    distance = abs(np.arange(ways.shape[1]) - mean)
-    far = distance >= distance[ranks[: len(a)].sum()] - 1e-9
-    return (ways[-1, far].sum() / ways[-1].sum()).item()
 
 
 def sign_flip(differences) -> float:
@@ -289,11 +260,10 @@ def spread(values) -> str | None:
 def methods(paths) -> str:
     """A row for every method: means over its runs.
 
-    before, after      success on the fixed seeds
-    greedy, likeliest  the same before training, with the likeliest tokens, and with the likeliest action
-    over the run       success averaged over the run
-    parsed, kl_base    at the end
-    explained          variance of the returns, by the values; the median over the updates
+    before, after    success on the fixed seeds
+    over the run     success averaged over the run
+    parsed, kl_base  at the end
+    explained        variance of the returns, by the values; the median over the updates
     A column that would be empty is left out, and so are the folders of runs that are not finished.
     """
     unfinished = []
@@ -312,8 +282,6 @@ def methods(paths) -> str:
             "updates": round(mean_of([len(run.steps) - 1 for run in runs])),
             "episodes": None if episodes is None else round(episodes),
             "before": mean_of([run.before for run in runs]),
-            "greedy": mean_of([run.greedy for run in runs]),
-            "likeliest": mean_of([run.likeliest for run in runs]),
             "over the run": spread([run.mean() for run in runs]),
             "after": spread([run.after for run in runs]),
             "parsed": mean_of([run.parsed for run in runs]),
@@ -337,25 +305,6 @@ def by_method(paths) -> dict[str, dict[str, dict[int, list[dict]]]]:
             raise UserError(f"there are two runs of {world}, {method}, seed {seed}")
         runs[seed] = rows
     return worlds
-
-
-def ranks(paths) -> str:
-    """A row for every method but the world's first.
-
-    over the run  its mean success averaged over the run, less that of the first
-    p             exact rank-sum test of the two methods' averages
-    """
-    lines = [["world", "method", "against", "runs", "over the run", "p"]]
-    for world, methods_of_world in by_method(paths).items():
-        averages = {}
-        for method, runs in methods_of_world.items():
-            averages[method] = [run_of(rows).mean() for rows in runs.values()]
-        (first, first_averages), *others = averages.items()
-        for method, values in others:
-            difference = np.mean(values).item() - np.mean(first_averages).item()
-            p = f"{rank_sum(values, first_averages):.2g}"
-            lines.append([world, method, first, f"{len(values)}, {len(first_averages)}", difference, p])
-    return markdown(lines)
 
 
 def holm(ps) -> list[float]:
@@ -436,28 +385,6 @@ def reached(rate, paths) -> str:
     return markdown(lines)
 
 
-def thoughts(path) -> str:
-    """The share of true thoughts of each method in each room, and a test of its change for the first method.
-
-    95 %  the interval of the mean change
-    p     exact sign-flip test of after less before, in pairs of a seed
-    """
-    groups = {}
-    with open(path, newline="") as file:
-        for row in csv.DictReader(file):
-            shares = float(row["before"]), float(row["after"])
-            groups.setdefault((row["method"], row["room"]), []).append(shares)
-    first, _ = next(iter(groups))
-    lines = [["method", "room", "runs", "before", "after", "change", "95 %", "p"]]
-    for (method, room), shares in groups.items():
-        before, after = np.array(shares).T
-        p = f"{sign_flip(after - before):.2g}" if method == first else None
-        ends = [before.mean().item(), after.mean().item()]
-        change = [spread(after - before), from_to(interval(after - before))]
-        lines.append([method, room, len(shares), *ends, *change, p])
-    return markdown(lines)
-
-
 def load_sentences(path) -> dict[tuple[str, str, str], dict[int, dict[str, float]]]:
     """Of sentences.csv: each action's probability, by (when, frame, sentence) and seed."""
     cases = {}
@@ -492,34 +419,15 @@ def swapped(path) -> str:
     return markdown(lines)
 
 
-# So that a method has one colour in every panel and figure.
-COLORS = {
-    "VL-DAC": "C0",
-    "RL4VLM-0.5": "C1",
-    "LOOP": "C2",
-    "response-ratio": "C3",
-    "RL4VLM-0.2": "C4",
-    "RL4VLM-0.35": "C5",
-    "RL4VLM-1": "C6",
-    "critic-token": "C1",
-    "critic-token-per-step": "C2",
-    "critic-none": "C9",
-    "one-step-TD": "C4",
-}
-
-
 def plot(paths, out):
     """The runs' learning curves, and results; if all runs are of one world, a panel for each method."""
     results = [load_result(path) for path in paths if path.endswith(".json")]
     paths = [path for path in paths if not path.endswith(".json")]
     runs = load_runs(paths) if paths else []
-    for run in runs:
-        for suffix in ("-again", "-test", "-now", "-tuned"):  # the same method on other runs
-            run.method = run.method.removesuffix(suffix)
     if len({run.world for run in runs}) == 1 and not results:
         for run in runs:
             run.world = run.method
-    curves.plot(runs, results, out, COLORS)
+    curves.plot(runs, results, out)
 
 
 def main(argv=None):
@@ -529,8 +437,6 @@ def main(argv=None):
                 print(table(paths))
             case ["methods", *paths] if paths:
                 print(methods(paths))
-            case ["ranks", *paths] if paths:
-                print(ranks(paths))
             case ["pairs", *paths] if paths:
                 print(paired(paths, "over the run", difference_over_the_run))
             case ["ends", *paths] if paths:
@@ -539,8 +445,6 @@ def main(argv=None):
                 if not re.fullmatch(r"[01](\.\d+)?", rate):
                     raise UserError(f"after `reached` a rate, like 0.95, and not {rate}")
                 print(reached(float(rate), paths))
-            case ["thoughts", path]:
-                print(thoughts(path))
             case ["sentences", path]:
                 print(sentences(path))
             case ["swapped", path]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every training run behind the pages since 2026-11-30, one on each core:  bash study/runs.sh
 # What study/runs.csv has is skipped, and what was stopped goes on, so it can be started again after any stop.
-# (The older runs of that table have other lessons and options. Their rules and programs are in commit 945b993.)
+# (older.md is of runs with other lessons and options: commit 945b993.)
 #
 # The rules, written on 2026-11-30 before the first of these runs. The settings were found on seeds 10 to 19, in OneRoom first.
 # Default options but those below, 200 episodes in each evaluation, one thread. Every seed is reported.

@@ -29,24 +29,23 @@ PAGES = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "stu
 TABLES = re.findall(r"`python study/report\.py (\w+) ([^`]+)` prints:\n\n((?:\|.*\n)+)", PAGES)
 
 
+@pytest.fixture
+def printed(capsys):
+    """The lines that a command of report.py prints, below the head of its table."""
+
+    def lines(*words):
+        report.main([str(word) for word in words])
+        return capsys.readouterr().out.splitlines()[2:]
+
+    return lines
+
+
 def test_doctests():
     result = doctest.testmod(report)
     assert result.attempted > 0 and result.failed == 0
 
 
-@pytest.mark.parametrize("n, m", [(1, 1), (2, 5), (4, 4)])
-def test_a_rank_sum_test_is_that_of_all_choices(n, m):
-    """Also with equal values."""
-    for seed in range(20):
-        values = np.random.default_rng(seed).integers(0, 6, n + m)
-        ranks = [np.mean([y < x for y in values]) + np.mean([y <= x for y in values]) for x in values]
-        sums = np.array([sum(choice) for choice in itertools.combinations(ranks, n)])
-        distance = abs(sums - sums.mean())
-        expected = np.mean(distance >= distance[0] - 1e-9)  # the first choice is that of the first n
-        assert report.rank_sum(values[:n], values[n:]) == pytest.approx(expected)
-
-
-def test_tables_of_runs_and_of_methods(tmp_path, capsys):
+def test_tables_of_runs_and_of_methods(tmp_path, capsys, printed):
     """By hand: until the first rate it is the evaluation before training that counts.
 
     So the mean of tiny, seed 0, is ((.1 + .1) / 2 + (.1 + .2) / 2 + (.2 + .6) / 2 + (.6 + 1) / 2) / 4.
@@ -66,38 +65,32 @@ def test_tables_of_runs_and_of_methods(tmp_path, capsys):
         ],
     }
 
-    def printed(*words):
-        report.main(list(words))
-        return capsys.readouterr().out.splitlines()
-
     for command, lines in tables.items():
-        assert printed(command, *runs[:3])[2:] == lines
-    # One run is below two others in one of three ways, or above them: p is 2 / 3.
-    assert printed("ranks", *runs[:3])[2:] == ["| NumberLine | LOOP | tiny | 1, 2 | -0.306 | 0.67 |"]
+        assert printed(command, *runs[:3]) == lines
     *_, last, left_out = printed("methods", *runs)
     assert last.startswith("| OneRoom | LOOP | 1 | 4 |")
     assert left_out == f"not finished, so left out: {runs[-1]}"
 
     csv = tmp_path / "runs.csv"
-    rows = printed("rows", *runs[:4])
+    report.main(["rows", *runs[:4]])
+    rows = capsys.readouterr().out.splitlines()
     csv.write_text("\n".join([",".join(report.COLUMNS), *rows]))
     for command, lines in tables.items():
-        assert printed(command, str(csv), "NumberLine/tiny", "NumberLine/LOOP")[2:] == lines
-    taught = "NumberLine,taught,0,0,0,,,,0.25,0.5,,0.125,0.75"  # a model before training has one row
-    csv.write_text("\n".join([",".join(report.COLUMNS), taught, *rows]))
-    assert len(printed("methods", str(csv), "NumberLine/taught", "NumberLine/LOOP")) == 4
-    line = "| NumberLine | taught | 1 | 0 | 0 | 0.250 | 0.125 | 0.750 | 0.500 |"
-    assert printed("methods", str(csv), "NumberLine/taught")[2:] == [line]
-    assert printed("table", str(csv), "NumberLine/taught")[2:] == [
-        "| NumberLine | taught | 0 | 0.250 | - | 0.250 | - | - | 0.500 |"
-    ]
-    assert printed("table", str(csv), "NumberLine/tiny@1-3")[2:] == tables["table"][1:2]
+        assert printed(command, csv, "NumberLine/tiny", "NumberLine/LOOP") == lines
+    before = "NumberLine,before,0,0,0,,,,0.25,0.5,,"  # a model before training has one row
+    csv.write_text("\n".join([",".join(report.COLUMNS), before, *rows]))
+    assert len(printed("methods", csv, "NumberLine/before", "NumberLine/LOOP")) == 2
+    line = "| NumberLine | before | 1 | 0 | 0 | 0.250 | 0.500 |"
+    assert printed("methods", csv, "NumberLine/before") == [line]
+    line = "| NumberLine | before | 0 | 0.250 | - | 0.250 | - | - | 0.500 |"
+    assert printed("table", csv, "NumberLine/before") == [line]
+    assert printed("table", csv, "NumberLine/tiny@1-3") == tables["table"][1:2]
     for name in ("OneRoom/tiny", "NumberLine/tiny@2-3"):
         message = refused(["table", csv, name], capsys, report.main)
         assert "worlds and methods that it has" in message
 
 
-def test_pairs_of_runs(tmp_path, capsys):
+def test_pairs_of_runs(tmp_path, capsys, printed):
     """By hand: until the fourth update all have 0.2. Over the run that is 0.225 or, of the others, more.
 
     The first p is doubled by Holm's correction, and the second is no smaller.
@@ -105,34 +98,31 @@ def test_pairs_of_runs(tmp_path, capsys):
     lines = [",".join(report.COLUMNS)]
     ends = [("A", 0, 0.4), ("A", 1, 0.4), ("B", 0, 0.8), ("B", 1, 0.6), ("B", 2, 1.0), ("C", 0, 0.4)]
     for method, seed, last in ends:
-        lines.append(f"Room,{method},{seed},,0,,,,0.2,0,,,")
+        lines.append(f"Room,{method},{seed},,0,,,,0.2,0,,")
         for update in (1, 2, 3):
-            lines.append(f"Room,{method},{seed},{update},{update},,0.5,,,,,,")
-        lines.append(f"Room,{method},{seed},4,4,{last},0.5,,{last - 0.4},0,,,")
+            lines.append(f"Room,{method},{seed},{update},{update},,0.5,,,,,")
+        lines.append(f"Room,{method},{seed},4,4,{last},0.5,,{last - 0.4},0,,")
     path = tmp_path / "runs.csv"
     path.write_text("\n".join(lines))
-    report.main(["pairs", str(path), "Room/A", "Room/B", "Room/C"])
-    assert capsys.readouterr().out.splitlines()[2:] == [
+    assert printed("pairs", path, "Room/A", "Room/B", "Room/C") == [
         "| Room | B | A | 2 | 0.037 (0.025 to 0.050) | - | 2 | 0.5 | 1 |",
         "| Room | C | A | 1 | 0.000 (0.000 to 0.000) | - | 0 | 1 | 1 |",
     ]
-    report.main(["ends", str(path), "Room/A", "Room/B"])  # A's end is 0
-    assert capsys.readouterr().out.splitlines()[2:] == [
+    assert printed("ends", path, "Room/A", "Room/B") == [  # A's end is 0
         "| Room | B | A | 2 | 0.300 (0.200 to 0.400) | - | 2 | 0.5 | 0.5 |",
     ]
-    report.main(["reached", "0.4", str(path), "Room/A", "Room/B"])  # 0, 0 and 0.4, 0.2, 0.6
-    assert capsys.readouterr().out.splitlines()[2:] == [
+    assert printed("reached", "0.4", path, "Room/A", "Room/B") == [  # 0, 0 and 0.4, 0.2, 0.6
         "| Room | A | 2 | 0 | 0.000 to 0.842 |",
         "| Room | B | 3 | 2 | 0.094 to 0.992 |",
     ]
     # Trained elsewhere, so that there is a row of the end only.
-    path.write_text("\n".join([lines[0], "Room,A,0,,9,,,,0.2,0,,,", "Room,B,0,,9,,,,0.5,0,,,"]))
-    report.main(["ends", str(path), "Room/A", "Room/B"])
-    assert "| 0.300 (0.300 to 0.300) | - | 1 | 1 | 1 |" in capsys.readouterr().out
-    report.main(["methods", str(path), "Room/A"])
-    assert "| Room | A | 1 | 0 | 0.200 (0.200 to 0.200) | 1.000 |" in capsys.readouterr().out
+    path.write_text("\n".join([lines[0], "Room,A,0,,9,,,,0.2,0,,", "Room,B,0,,9,,,,0.5,0,,"]))
+    [line] = printed("ends", path, "Room/A", "Room/B")
+    assert "| 0.300 (0.300 to 0.300) | - | 1 | 1 | 1 |" in line
+    [line] = printed("methods", path, "Room/A")
+    assert "| Room | A | 1 | 0 | 0.200 (0.200 to 0.200) | 1.000 |" in line
 
-    path.write_text("\n".join([lines[0], "Room,A,0,,0,,,,0.2,0,,,", "Room,A,0,1,1,0.5,0,,,,,,"]))
+    path.write_text("\n".join([lines[0], "Room,A,0,,0,,,,0.2,0,,", "Room,A,0,1,1,0.5,0,,,,,"]))
     message = "Room, A, seed 0: it was not evaluated after training"
     assert message in refused(["reached", "0.4", path, "Room/A"], capsys, report.main)
 
@@ -155,26 +145,9 @@ def test_panels_of_a_figure(tmp_path, monkeypatch):
     report.main(["plot", *runs[:3]])
     report.main(["plot", *runs])
     assert panels == [{"tiny", "LOOP"}, {"NumberLine", "OneRoom"}]
-    rows = ["Room,A-again,0,,0,,,,0.2,0,,,", "Room,B-test,0,,0,,,,0.5,0,,,"]
-    path = tmp_path / "runs.csv"
-    path.write_text("\n".join([",".join(report.COLUMNS), *rows]))
-    report.main(["plot", str(path), "Room/A-again", "Room/B-test"])
-    assert panels[2] == {"A", "B"}
 
 
-def test_shares_of_true_thoughts(tmp_path, capsys):
-    path = tmp_path / "thoughts.csv"
-    rows = ["Room,A,0,Room,0.9,0.8", "Room,A,1,Room,0.7,0.7", "Room,A,0,Hall,0.5,0.5", "Room,B,0,Room,0.9,1"]
-    path.write_text("\n".join(["world,method,seed,room,before,after", *rows]))
-    report.main(["thoughts", str(path)])
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        "| A | Room | 2 | 0.800 | 0.750 | -0.050 (-0.100 to 0.000) | - | 1 |",
-        "| A | Hall | 1 | 0.500 | 0.500 | 0.000 (0.000 to 0.000) | - | 1 |",
-        "| B | Room | 1 | 0.900 | 1.000 | 0.100 (0.100 to 0.100) | - | - |",
-    ]
-
-
-def test_tables_of_sentences(tmp_path, capsys):
+def test_tables_of_sentences(tmp_path, printed):
     """Of two seeds; the second one's sentence decides alone."""
     path = tmp_path / "sentences.csv"
     ahead, none = "the red box is ahead", "no red box in view"
@@ -184,15 +157,13 @@ def test_tables_of_sentences(tmp_path, capsys):
         for (frame, sentence), chance in zip(pairs, chances, strict=True):
             lines.append(f"{seed},after,{frame},{sentence},{1 - chance:.1f},{chance}")
     path.write_text("\n".join(lines))
-    report.main(["sentences", str(path)])
-    assert capsys.readouterr().out.splitlines()[2:] == [
+    assert printed("sentences", path) == [
         f"| after | {ahead} | {ahead} | 2 | 0.150 | 0.850 |",
         f"| after | {ahead} | {none} | 2 | 0.600 | 0.400 |",
         f"| after | {none} | {ahead} | 2 | 0.400 | 0.600 |",
         f"| after | {none} | {none} | 2 | 0.850 | 0.150 |",
     ]
-    report.main(["swapped", str(path)])
-    assert capsys.readouterr().out.splitlines()[2:] == [
+    assert printed("swapped", path) == [
         "| 3 | 0.900 | 0.600 | 0.400 | 0.100 |",
         "| 4 | 0.800 | 0.200 | 0.800 | 0.200 |",
     ]
