@@ -565,8 +565,8 @@ def gae(rewards, values, last_values, dones, gamma, gae_lambda):
     rewards, values  (T, N)  of step t: r_t and V(s_t)
     last_values      (N,)    V of the state after the rollout, ignored where its last step ended the episode
     dones            (T, N)  1 if the episode ended *with* step t (CleanRL stores it one step later)
-    Returns advantages and returns = advantages + values, both (T, N). They are targets: give values that have
-    no gradient. For a step that timed out the caller gives r_t = V(s_t) and dones = 1 (Deviation 9, below).
+    Returns advantages and returns = advantages + values, both (T, N). They are targets: pass detached values.
+    For a step that timed out the caller gives r_t = V(s_t) and dones = 1 (Deviation 9, below).
 
     >>> rewards, values = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.5], [0.5]])
     >>> gae(rewards, values, torch.tensor([9.0]), torch.tensor([[0], [1]]), gamma=1.0, gae_lambda=0.5)
