@@ -18,7 +18,7 @@ adapters on the language model, and the value head. The rest, the vision tower t
     In the first `value_warmup` updates only the value head learns. There is no entropy bonus.
 
 By default 16 environments play 32 steps: a rollout of 512. One update is two epochs of 4 minibatches, so 8
-optimizer steps. A run is 100 updates (the toy's in OneRoom: 30, each of 32 environments).
+optimizer steps. A run is 100 updates (the toy's in OneRoom: 40).
 
 Where the code differs from the paper or from its released code (github.com/corl-team/VL-DAC), a comment
 "Deviation n" says what it does and why; docs/details.md has more on each. The four largest:
@@ -1266,7 +1266,6 @@ LONG_PROMPT = {"num_images": 1, "gradient_checkpointing": True}
 PRESETS = {
     "tiny": {
         "total_timesteps": 20_480,
-        "num_envs": 32,
         "num_images": 1,
         "max_image_tokens": 16,
         "max_new_tokens": 40,
@@ -1281,10 +1280,11 @@ PRESETS = {
     **dict.fromkeys(["ALFWorld", "ALFWorldThor", "WebShop"], LONG_PROMPT),
 }
 # And others of the toy in MiniWorld. A rollout without a success has nothing to learn from but noise. As the
-# toy acts at random at first, an action is two steps there, and more than 16 environments play.
+# toy acts at random at first, an action is several steps there.
 TOY_ROOMS = {
-    **dict.fromkeys(["OneRoom", "Hallway"], {"action_repeat": 2, "total_timesteps": 30_720}),
-    **dict.fromkeys(["FourRooms", "WallGap"], {"action_repeat": 2, "total_timesteps": 51_200}),
+    "OneRoom": {"action_repeat": 3},
+    "Hallway": {"action_repeat": 2},
+    **dict.fromkeys(["FourRooms", "WallGap"], {"action_repeat": 3, "total_timesteps": 51_200}),
 }
 # Options that may differ when a run is resumed: they change how it is computed, not what.
 MAY_CHANGE = {"device", "micro_batch_size", "gradient_checkpointing", "track", "resume"}

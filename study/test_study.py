@@ -260,7 +260,7 @@ def test_the_best_sequence_of_actions_needs_no_look(capsys):
 @needs_opengl
 def test_the_worlds_of_the_controls():
     """A coin pays 1 or -1 times what the room pays; the uniform lesson has each action once."""
-    coin, room = envs.make_env("study.worlds:OneRoomCoin-v0"), envs.make_env("OneRoom", action_repeat=2)
+    coin, room = envs.make_env("study.worlds:OneRoomCoin-v0"), envs.make_env("OneRoom", action_repeat=3)
     signs = set()
     for seed in range(8):
         coin.reset(seed=seed)

@@ -27,5 +27,5 @@ class Uniform(MiniWorld):
 
 
 for world in (Coin, Uniform):
-    kwargs = {"name": "OneRoom", "action_repeat": 2}  # as the toy's room has it
+    kwargs = {"name": "OneRoom", "action_repeat": 3}  # as the toy's room has it
     gym.register(f"OneRoom{world.__name__}-v0", world, kwargs=kwargs)
