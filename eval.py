@@ -11,7 +11,7 @@ All but the last play --episodes 200 on seeds 0, 1, 2, ..., which training never
 trains, and write to a file in runs/NAME/eval/ (of a run) or results/, or to --out FILE. --mode greedy takes
 the likeliest tokens. A run, which may be one of another algorithm in extras/ too, has its own options; those
 of its episodes and of sampling can be changed: --help has them. To look at a run: extras/page.py; curves:
-extras/plot.py; tables: study/report.py.
+extras/plot.py.
 """
 
 import dataclasses

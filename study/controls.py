@@ -3,6 +3,8 @@
     python study/controls.py sentences runs/NAME    each action's probability, by frame and by sentence
     python study/controls.py donor runs/NAME        the trained policy on the prompts of another room
     python study/controls.py blind OneRoom          a sequence of actions, the best that was found
+    python study/controls.py means                  of sentences.csv: a row for each frame and sentence
+    python study/controls.py swapped                and for each seed: does the frame or the sentence decide?
 
 `sentences` prints rows of sentences.csv, without its header, `donor` a row of runs.csv, `blind` a line of
 blind.jsonl. Success is that of 200 episodes, on the fixed seeds.
@@ -19,9 +21,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import report  # noqa: E402
+
 import envs  # noqa: E402
 import vldac  # noqa: E402
 
+TABLE = Path(__file__).parent / "sentences.csv"
 BOX = "the red box is"
 SENTENCES = ["no red box in view", f"{BOX} ahead", f"{BOX} on the left", f"{BOX} on the right"]
 
@@ -99,8 +104,6 @@ def donors_act(args, players):
 
 def donor(folder):
     """A row of the trained policy's success, if each player acts on a donor's prompts."""
-    import report  # beside this file
-
     args = dataclasses.replace(vldac.load_args(folder), split="eval")
     policy = vldac.VLMPolicy(args)
     vldac.load_weights(Path(folder), policy)
@@ -149,8 +152,55 @@ def blind(env, candidates=1000, seeds=range(1000, 1200)):
     print(json.dumps(result | {"episodes": [], "actions": best}))
 
 
+def load_sentences() -> dict[tuple[str, str, str], dict[int, dict[str, float]]]:
+    """Each action's probability, by (when, frame, sentence) and seed."""
+    cases = {}
+    with open(TABLE, newline="") as file:
+        for row in csv.DictReader(file):
+            case, seed = (row.pop("when"), row.pop("frame"), row.pop("sentence")), int(row.pop("seed"))
+            cases.setdefault(case, {})[seed] = {action: float(x) for action, x in row.items()}
+    return cases
+
+
+def means():
+    """What is done at each kind of frame after each sentence: means over the seeds."""
+    lines = []
+    for (when, frame, sentence), by_seed in load_sentences().items():
+        actions = list(next(iter(by_seed.values())))
+        chances = [report.mean_of([row[action] for row in by_seed.values()]) for action in actions]
+        lines.append([when, frame, sentence, len(by_seed), *chances])
+    print(report.markdown([["when", "frame", "sentence", "runs", *actions], *lines]))
+
+
+def swapped():
+    """A row for each seed: how likely it is to move forward after training.
+
+    The columns say where the box is ahead: in both, in one of them, or in neither, which then has no box.
+    """
+    cases = load_sentences()
+    there, away = f"{BOX} ahead", "no red box in view"
+    lines = [["seed", "in both", "in the frame alone", "in the sentence alone", "in neither"]]
+    for seed in cases["after", there, there]:
+        combinations = [(there, there), (there, away), (away, there), (away, away)]
+        lines.append([str(seed), *[cases["after", *both][seed]["move forward"] for both in combinations]])
+    print(report.markdown(lines))
+
+
+def main(argv=None):
+    match sys.argv[1:] if argv is None else argv:
+        case ["sentences", folder]:
+            sentences(folder)
+        case ["donor", folder]:
+            donor(folder)
+        case ["blind", env]:
+            blind(env)
+        case ["means"]:
+            means()
+        case ["swapped"]:
+            swapped()
+        case _:
+            raise SystemExit(__doc__)
+
+
 if __name__ == "__main__":
-    commands = {"sentences": sentences, "donor": donor, "blind": blind}
-    if len(sys.argv) != 3 or sys.argv[1] not in commands:
-        raise SystemExit(__doc__)
-    commands[sys.argv[1]](sys.argv[2])
+    main()

@@ -26,15 +26,27 @@ from test_vldac import CORRIDOR, make_policy, needs_opengl, refused, script, spy
 from vldac import VLMPolicy  # noqa: E402
 
 PAGES = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "study").glob("*.md")))
-TABLES = re.findall(r"`python study/report\.py (\w+) ([^`]+)` prints:\n\n((?:\|.*\n)+)", PAGES)
+TABLES = re.findall(r"`python study/(report|controls)\.py ([^`]+)` prints:\n\n((?:\|.*\n)+)", PAGES)
+
+
+@pytest.fixture
+def write_table(tmp_path, monkeypatch):
+    """Its argument becomes runs.csv: the lines below the header."""
+
+    def write(lines):
+        path = tmp_path / "runs.csv"
+        path.write_text("\n".join([",".join(report.COLUMNS), *lines]))
+        monkeypatch.setattr(report, "RUNS", path)
+
+    return write
 
 
 @pytest.fixture
 def printed(capsys):
-    """The lines that a command of report.py prints, below the head of its table."""
+    """The lines that a command prints, below the head of its table."""
 
-    def lines(*words):
-        report.main([str(word) for word in words])
+    def lines(*words, main=report.main):
+        main(list(words))
         return capsys.readouterr().out.splitlines()[2:]
 
     return lines
@@ -45,109 +57,84 @@ def test_doctests():
     assert result.attempted > 0 and result.failed == 0
 
 
-def test_tables_of_runs_and_of_methods(tmp_path, capsys, printed):
+def test_tables_of_runs_and_of_methods(tmp_path, capsys, printed, write_table):
     """By hand: until the first rate it is the evaluation before training that counts.
 
     So the mean of tiny, seed 0, is ((.1 + .1) / 2 + (.1 + .2) / 2 + (.2 + .6) / 2 + (.6 + 1) / 2) / 4.
     """
-    runs = write_runs(tmp_path)
-    tables = {
-        "table": [
-            "| NumberLine | tiny | 0 | 0.100 | 0.900 | 1.000 | 0.362 | 40 | 0.875 |",
-            "| NumberLine | tiny | 1 | 0.200 | 0.900 | 0.600 | 0.450 | 30 | 0.875 |",
-            "| NumberLine | LOOP | 0 | 0.100 | 0.900 | 0.100 | 0.100 | - | 0.875 |",
-        ],
-        "methods": [
-            "| NumberLine | tiny | 2 | 4 | 10 | 0.150 | 0.406 (0.362 to 0.450) "
-            "| 0.900 (0.900 to 0.900) | 0.875 | 0.250 |",
-            "| NumberLine | LOOP | 1 | 4 | 10 | 0.100 | 0.100 (0.100 to 0.100) "
-            "| 0.900 (0.900 to 0.900) | 0.875 | 0.250 |",
-        ],
-    }
-
-    for command, lines in tables.items():
-        assert printed(command, *runs[:3]) == lines
-    *_, last, left_out = printed("methods", *runs)
-    assert last.startswith("| OneRoom | LOOP | 1 | 4 |")
-    assert left_out == f"not finished, so left out: {runs[-1]}"
-
-    csv = tmp_path / "runs.csv"
-    report.main(["rows", *runs[:4]])
-    rows = capsys.readouterr().out.splitlines()
-    csv.write_text("\n".join([",".join(report.COLUMNS), *rows]))
-    for command, lines in tables.items():
-        assert printed(command, csv, "NumberLine/tiny", "NumberLine/LOOP") == lines
-    before = "NumberLine,before,0,0,0,,,,0.25,0.5,,"  # a model before training has one row
-    csv.write_text("\n".join([",".join(report.COLUMNS), before, *rows]))
-    assert len(printed("methods", csv, "NumberLine/before", "NumberLine/LOOP")) == 2
-    line = "| NumberLine | before | 1 | 0 | 0 | 0.250 | 0.500 |"
-    assert printed("methods", csv, "NumberLine/before") == [line]
-    line = "| NumberLine | before | 0 | 0.250 | - | 0.250 | - | - | 0.500 |"
-    assert printed("table", csv, "NumberLine/before") == [line]
-    assert printed("table", csv, "NumberLine/tiny@1-3") == tables["table"][1:2]
+    report.main(["rows", *write_runs(tmp_path)[:3]])
+    donor = "NumberLine,donor,0,,40,,,,0.25,0.5,,"  # of a model that was trained elsewhere one row
+    write_table([*capsys.readouterr().out.splitlines(), donor])
+    assert printed("runs", "NumberLine/tiny", "NumberLine/LOOP", "NumberLine/donor") == [
+        "| NumberLine | tiny | 0 | 0.100 | 0.900 | 1.000 | 0.362 | 0.875 |",
+        "| NumberLine | tiny | 1 | 0.200 | 0.900 | 0.600 | 0.450 | 0.875 |",
+        "| NumberLine | LOOP | 0 | 0.100 | 0.900 | 0.100 | 0.100 | 0.875 |",
+        "| NumberLine | donor | 0 | - | 0.250 | 0.250 | - | 0.500 |",
+    ]
+    assert printed("methods", "NumberLine/tiny", "NumberLine/donor") == [
+        "| NumberLine | tiny | 2 | 0.150 | 0.406 (0.362 to 0.450) | 0.900 (0.900 to 0.900) | 0.875 | 0.250 |",
+        "| NumberLine | donor | 1 | - | - | 0.250 (0.250 to 0.250) | 0.500 | - |",
+    ]
+    assert len(printed("runs", "NumberLine/tiny@1-3")) == 1
     for name in ("OneRoom/tiny", "NumberLine/tiny@2-3"):
-        message = refused(["table", csv, name], capsys, report.main)
-        assert "worlds and methods that it has" in message
+        assert f"runs.csv has no {name.split('@')[0]}" in refused(["runs", name], capsys, report.main)
 
 
-def test_pairs_of_runs(tmp_path, capsys, printed):
+def test_a_grid_of_learning_rates(printed, write_table):
+    """Some methods have not been run with all rates."""
+    ends = [("A", 0.5), ("A:learning_rate=2:final_learning_rate=1", 0.25), ("A:b=1", 1.0)]
+    write_table([f"Room,{method},0,,9,,,,{after},0,," for method, after in ends])
+    assert printed("grid", *[f"Room/{method}" for method, _ in ends]) == [
+        "| A | 0.500 (0.500 to 0.500) | 0.250 (0.250 to 0.250) |",
+        "| A:b=1 | 1.000 (1.000 to 1.000) | - |",
+    ]
+
+
+def test_pairs_of_runs(tmp_path, capsys, printed, write_table):
     """By hand: until the fourth update all have 0.2. Over the run that is 0.225 or, of the others, more.
 
     The first p is doubled by Holm's correction, and the second is no smaller.
     """
-    lines = [",".join(report.COLUMNS)]
+    lines = []
     ends = [("A", 0, 0.4), ("A", 1, 0.4), ("B", 0, 0.8), ("B", 1, 0.6), ("B", 2, 1.0), ("C", 0, 0.4)]
     for method, seed, last in ends:
         lines.append(f"Room,{method},{seed},,0,,,,0.2,0,,")
         for update in (1, 2, 3):
             lines.append(f"Room,{method},{seed},{update},{update},,0.5,,,,,")
         lines.append(f"Room,{method},{seed},4,4,{last},0.5,,{last - 0.4},0,,")
-    path = tmp_path / "runs.csv"
-    path.write_text("\n".join(lines))
-    assert printed("pairs", path, "Room/A", "Room/B", "Room/C") == [
-        "| Room | B | A | 2 | 0.037 (0.025 to 0.050) | - | 2 | 0.5 | 1 |",
-        "| Room | C | A | 1 | 0.000 (0.000 to 0.000) | - | 0 | 1 | 1 |",
+    write_table(lines)
+    assert printed("pairs", "Room/A", "Room/B", "Room/C") == [
+        "| Room | B | 2 | 0.037 (0.025 to 0.050) | - | 2 | 0.5 | 1 |",
+        "| Room | C | 1 | 0.000 (0.000 to 0.000) | - | 0 | 1 | 1 |",
     ]
-    assert printed("ends", path, "Room/A", "Room/B") == [  # A's end is 0
-        "| Room | B | A | 2 | 0.300 (0.200 to 0.400) | - | 2 | 0.5 | 0.5 |",
+    assert printed("reached", "0.4", "Room/A", "Room/B") == [  # 0, 0 and 0.4, 0.2, 0.6
+        "| Room | A | 2 | 0 | 0.000 to 0.658 |",
+        "| Room | B | 3 | 2 | 0.208 to 0.939 |",
     ]
-    assert printed("reached", "0.4", path, "Room/A", "Room/B") == [  # 0, 0 and 0.4, 0.2, 0.6
-        "| Room | A | 2 | 0 | 0.000 to 0.842 |",
-        "| Room | B | 3 | 2 | 0.094 to 0.992 |",
-    ]
-    # Trained elsewhere, so that there is a row of the end only.
-    path.write_text("\n".join([lines[0], "Room,A,0,,9,,,,0.2,0,,", "Room,B,0,,9,,,,0.5,0,,"]))
-    [line] = printed("ends", path, "Room/A", "Room/B")
-    assert "| 0.300 (0.300 to 0.300) | - | 1 | 1 | 1 |" in line
-    [line] = printed("methods", path, "Room/A")
-    assert "| Room | A | 1 | 0 | 0.200 (0.200 to 0.200) | 1.000 |" in line
-
-    path.write_text("\n".join([lines[0], "Room,A,0,,0,,,,0.2,0,,", "Room,A,0,1,1,0.5,0,,,,,"]))
-    message = "Room, A, seed 0: it was not evaluated after training"
-    assert message in refused(["reached", "0.4", path, "Room/A"], capsys, report.main)
-
-    others = "Room, B, seed 1: its first three rollouts are others"
     for right, wrong, message in [
-        ("Room,B,1,3,3,,0.5", "Room,B,1,3,3,,0.25", others),
-        ("Room,B,1,,0,,,,0.2", "Room,B,1,,0,,,,0.3", others),
-        ("Room,B,1,4,4", "Room,B,1,4,5", "Room, B, seed 1: it is not as long as A"),
-        ("Room,B,", "Room,B,9", "Room: B and A share no seed"),
+        ("Room,B,1,4,4", "Room,B,1,4,5", "Room, B, seed 1: it is not as long as the first method's"),
+        ("Room,B,", "Room,B,9", "Room: B shares no seed with the first method"),
     ]:
-        path.write_text("\n".join(lines).replace(right, wrong))
-        assert message in refused(["pairs", path, "Room/A", "Room/B"], capsys, report.main)
+        write_table([line.replace(right, wrong) for line in lines])
+        assert message in refused(["pairs", "Room/A", "Room/B"], capsys, report.main)
 
 
-def test_panels_of_a_figure(tmp_path, monkeypatch):
+def test_figures(tmp_path, monkeypatch, capsys, write_table):
     """Of one world a panel for each method, of several one for each world."""
     panels = []
     monkeypatch.setattr(report.curves, "plot", lambda runs, *_: panels.append({run.world for run in runs}))
-    runs = write_runs(tmp_path)
-    report.main(["plot", *runs[:3]])
-    report.main(["plot", *runs])
+    report.main(["rows", *write_runs(tmp_path)[:4]])
+    write_table(capsys.readouterr().out.splitlines())
+    one_world = ["NumberLine/tiny", "NumberLine/LOOP"]
+    report.main(["plot", *one_world, "--out", "curves.png"])
+    report.main(["plot", *one_world, "OneRoom/LOOP", "--out", "curves.png"])
     assert panels == [{"tiny", "LOOP"}, {"NumberLine", "OneRoom"}]
+    pytest.importorskip("matplotlib")
+    report.main(["forest", *one_world, "--out", str(tmp_path / "forest.png")])
+    assert (tmp_path / "forest.png").exists()
 
 
-def test_tables_of_sentences(tmp_path, printed):
+def test_tables_of_sentences(tmp_path, monkeypatch, printed):
     """Of two seeds; the second one's sentence decides alone."""
     path = tmp_path / "sentences.csv"
     ahead, none = "the red box is ahead", "no red box in view"
@@ -157,13 +144,14 @@ def test_tables_of_sentences(tmp_path, printed):
         for (frame, sentence), chance in zip(pairs, chances, strict=True):
             lines.append(f"{seed},after,{frame},{sentence},{1 - chance:.1f},{chance}")
     path.write_text("\n".join(lines))
-    assert printed("sentences", path) == [
+    monkeypatch.setattr(controls, "TABLE", path)
+    assert printed("means", main=controls.main) == [
         f"| after | {ahead} | {ahead} | 2 | 0.150 | 0.850 |",
         f"| after | {ahead} | {none} | 2 | 0.600 | 0.400 |",
         f"| after | {none} | {ahead} | 2 | 0.400 | 0.600 |",
         f"| after | {none} | {none} | 2 | 0.850 | 0.150 |",
     ]
-    assert printed("swapped", path) == [
+    assert printed("swapped", main=controls.main) == [
         "| 3 | 0.900 | 0.600 | 0.400 | 0.100 |",
         "| 4 | 0.800 | 0.200 | 0.800 | 0.200 |",
     ]
@@ -186,21 +174,6 @@ def test_the_interval_has_the_means_that_a_sign_flip_test_does_not_refuse(n):
         for inside, outside in [(low + 1e-6, low - 1e-6), (high - 1e-6, high + 1e-6)]:
             assert report.sign_flip(differences - inside) > 0.05
             assert report.sign_flip(differences - outside) <= 0.05
-
-
-@pytest.mark.parametrize("count, n", [(0, 10), (18, 20), (5, 5), (29, 30)])
-def test_the_interval_of_a_count(count, n):
-    """At its ends so many or more, and so many or fewer, have a probability of 0.025."""
-    low, high = report.count_interval(count, n)
-
-    def chance(p, counts):
-        return sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in counts)
-
-    if count > 0:
-        assert chance(low, range(count, n + 1)) == pytest.approx(0.025)
-    if count < n:
-        assert chance(high, range(count + 1)) == pytest.approx(0.025)
-    assert (low == 0) == (count == 0) and (high == 1) == (count == n)
 
 
 def test_the_probability_of_an_action_is_that_of_its_response(tmp_path):
@@ -277,11 +250,10 @@ def test_the_worlds_of_the_controls():
 
 
 @pytest.mark.parametrize("number", range(len(TABLES)))
-def test_a_table_of_the_pages_is_what_the_command_above_it_prints(number, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    command, words, printed = TABLES[number]
+def test_a_table_of_the_pages_is_what_the_command_above_it_prints(number, capsys):
+    program, words, printed = TABLES[number]
     expanded = subprocess.run(["bash", "-c", f"echo {words}"], capture_output=True, text=True).stdout
-    report.main([command, *expanded.split()])
+    {"report": report, "controls": controls}[program].main(expanded.split())
     assert capsys.readouterr().out == printed
 
 
