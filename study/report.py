@@ -262,29 +262,26 @@ def grid(names) -> str:
 
 
 def pairs_of(names) -> list[tuple[str, str, list[float]]]:
-    """Each method but its world's first, and by how much its success over the run is above the first one's.
+    """Each method but the first, and by how much its success over the run is above the first one's.
 
     UserError if they share no seed, or if two runs of a pair are not equally long.
     """
-    firsts, found = {}, []
-    for (world, method), runs in load_runs(names).items():
-        if world not in firsts:
-            firsts[world] = runs
-            continue
-        first = firsts[world]
+    (_, first), *others = load_runs(names).items()
+    found = []
+    for (world, method), runs in others:
         seeds = sorted(runs.keys() & first.keys())
-        check(seeds, f"{world}: {method} shares no seed with the first method")
+        check(seeds, f"{world}/{method} shares no seed with {names[0]}")
         differences = []
         for seed in seeds:
             as_long = runs[seed].steps[-1] == first[seed].steps[-1]
-            check(as_long, f"{world}, {method}, seed {seed}: it is not as long as the first method's")
+            check(as_long, f"{world}/{method}, seed {seed}: it is not as long as {names[0]}")
             differences.append(runs[seed].mean() - first[seed].mean())
         found.append((world, method, differences))
     return found
 
 
 def pairs(names) -> str:
-    """A row for each method but its world's first, whose runs are paired with it by their seeds.
+    """A row for each method but the first, whose runs are paired with it by their seeds.
 
     over the run  success averaged over the run, less the first method's: mean, smallest and largest
     95 %          the interval of that mean
@@ -337,7 +334,8 @@ def forest(names, out):
         axis.plot(np.mean(differences), y, "D", color="C0")
         if interval(differences):
             axis.plot(interval(differences), [y, y], color="C0")
-    axis.set_yticks(range(len(found)), [method for _, method, _ in found], fontsize=8)
+    labels = [f"{world}/{method}" for world, method, _ in found]
+    axis.set_yticks(range(len(found)), labels, fontsize=8)
     axis.invert_yaxis()
     axis.axvline(0, color="0", linewidth=0.8)
     axis.set_xlabel("success over the run, less the first method's")

@@ -112,8 +112,8 @@ def test_pairs_of_runs(tmp_path, capsys, printed, write_table):
         "| Room | B | 3 | 2 | 0.208 to 0.939 |",
     ]
     for right, wrong, message in [
-        ("Room,B,1,4,4", "Room,B,1,4,5", "Room, B, seed 1: it is not as long as the first method's"),
-        ("Room,B,", "Room,B,9", "Room: B shares no seed with the first method"),
+        ("Room,B,1,4,4", "Room,B,1,4,5", "Room/B, seed 1: it is not as long as Room/A"),
+        ("Room,B,", "Room,B,9", "Room/B shares no seed with Room/A"),
     ]:
         write_table([line.replace(right, wrong) for line in lines])
         assert message in refused(["pairs", "Room/A", "Room/B"], capsys, report.main)
@@ -231,7 +231,7 @@ def test_the_best_sequence_of_actions_needs_no_look(capsys):
 
 
 @needs_opengl
-def test_the_worlds_of_the_controls():
+def test_worlds_with_something_changed():
     """A coin pays 1 or -1 times what the room pays; the uniform lesson has each action once."""
     coin, room = envs.make_env("study.worlds:OneRoomCoin-v0"), envs.make_env("OneRoom", action_repeat=3)
     signs = set()
@@ -247,6 +247,10 @@ def test_the_worlds_of_the_controls():
                 signs.add(np.sign(paid))
     assert signs == {1, -1}
     assert envs.make_env("study.worlds:OneRoomUniform-v0").unwrapped.lesson_actions == room.unwrapped.actions
+    time_out = envs.make_env("study.worlds:OneRoomTimeOut-v0")
+    _, info = time_out.reset(seed=0)
+    ends = [time_out.step("turn left")[1:4] for _ in range(info["left"])]
+    assert ends[-2:] == [(0.0, False, False), (-1.0, True, False)]
 
 
 @pytest.mark.parametrize("number", range(len(TABLES)))

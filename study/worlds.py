@@ -1,4 +1,4 @@
-"""The study's controls in MiniWorld's OneRoom: a coin decides the reward, or the lesson has no bias.
+"""OneRoom with something changed: a coin decides the reward, the lesson has no bias, or time-outs are ends.
 
     python vldac.py --env study.worlds:OneRoomCoin-v0 --model tiny
 
@@ -26,6 +26,14 @@ class Uniform(MiniWorld):
     lesson_actions = MiniWorld.actions
 
 
-for world in (Coin, Uniform):
+class TimeOut(MiniWorld):
+    """A time-out ends an episode as a success does, so that its -1 is learned from."""
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, terminated or truncated, False, info
+
+
+for world in (Coin, Uniform, TimeOut):
     kwargs = {"name": "OneRoom", "action_repeat": 3}  # as the toy's room has it
     gym.register(f"OneRoom{world.__name__}-v0", world, kwargs=kwargs)
