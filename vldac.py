@@ -1273,7 +1273,6 @@ PRESETS = {
         "learning_rate": 1.5e-3,
         "final_learning_rate": 5e-4,
         "clip_coef": 0.2,
-        "kl_coef": 0.03,
         "value_hidden": [256, 256],
     },
     **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARD_GAME),
