@@ -1271,7 +1271,7 @@ PRESETS = {
         "max_new_tokens": 40,
         "micro_batch_size": 64,
         "learning_rate": 1.5e-3,
-        "final_learning_rate": 5e-4,
+        "final_learning_rate": 2e-4,
         "clip_coef": 0.2,
         "value_hidden": [256, 256],
     },
