@@ -1757,7 +1757,7 @@ def test_precedence_is_command_line_world_toy_default(model, capsys):
     assert "environment steps, rounded down to whole updates (default: 51200)" in shown
     assert "have other defaults" in shown
 
-    for world, steps, repeat in (("OneRoom", 24_576, 3), ("FourRooms", 51_200, 3), ("EZPoints", 20_480, 1)):
+    for world, steps, repeat in (("OneRoom", 30_720, 3), ("FourRooms", 51_200, 3), ("EZPoints", 20_480, 1)):
         words = ["--env", world, "--device", "cpu", "--model"]
         for model_of_it, expected in (("tiny", (steps, repeat)), (model, (Args.total_timesteps, 1))):
             args = vldac.parse_args([*words, model_of_it])

@@ -18,7 +18,7 @@ adapters on the language model, and the value head. The rest, the vision tower t
     In the first `value_warmup` updates only the value head learns. There is no entropy bonus.
 
 By default 16 environments play 32 steps: a rollout of 512. One update is two epochs of 4 minibatches, so 8
-optimizer steps. A run is 100 updates (the toy's in OneRoom: 48).
+optimizer steps. A run is 100 updates (the toy's in OneRoom: 60).
 
 Where the code differs from the paper or from its released code (github.com/corl-team/VL-DAC), a comment
 "Deviation n" says what it does and why; docs/details.md has more on each. The four largest:
@@ -1271,8 +1271,9 @@ PRESETS = {
         "max_new_tokens": 40,
         "micro_batch_size": 64,
         "learning_rate": 1.5e-3,
-        "final_learning_rate": 2e-4,
+        "final_learning_rate": 3e-5,
         "clip_coef": 0.2,
+        "kl_coef": 0.03,
         "value_hidden": [256, 256],
     },
     **dict.fromkeys(["NumberLine", "EZPoints", "Points24", "Blackjack"], CARD_GAME),
@@ -1281,8 +1282,8 @@ PRESETS = {
 # And others of the toy in MiniWorld. A rollout without a success has nothing to learn from but noise. As the
 # toy acts at random at first, an action is several steps there.
 TOY_ROOMS = {
-    "OneRoom": {"action_repeat": 3, "total_timesteps": 24_576},
-    "Hallway": {"action_repeat": 2, "total_timesteps": 24_576},
+    "OneRoom": {"action_repeat": 3, "total_timesteps": 30_720},
+    "Hallway": {"action_repeat": 2, "total_timesteps": 30_720},
     **dict.fromkeys(["FourRooms", "WallGap"], {"action_repeat": 3, "total_timesteps": 51_200}),
 }
 # Options that may differ when a run is resumed: they change how it is computed, not what.
