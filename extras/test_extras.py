@@ -1,5 +1,6 @@
 """The tests of extras/: what VL-DAC is compared with, and what one looks at: pages, curves and films."""
 
+import copy
 import dataclasses
 import doctest
 import itertools
@@ -19,6 +20,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "extras")]
 
+import archer  # noqa: E402
 import critic  # noqa: E402
 import film  # noqa: E402
 import loop  # noqa: E402
@@ -61,7 +63,7 @@ torch.set_num_threads(1)  # the models here are too small to share
 # pytest finds fixtures by the names of a module.
 model, model_folder = test_vldac.model, test_vldac.model_folder
 run, toy_run = test_vldac.run, test_vldac.toy_run
-PROGRAMS = [critic, film, loop, pages, plot, response_ratio, rl4vlm]
+PROGRAMS = [archer, critic, film, loop, pages, plot, response_ratio, rl4vlm]
 
 
 @pytest.mark.parametrize("module", PROGRAMS, ids=lambda module: module.__name__)
@@ -171,13 +173,14 @@ def test_loop_takes_the_mean_over_an_episode_s_tokens_and_drops_groups_without_s
     assert met == 5
 
 
+def left_or_right(_, responses):
+    """Instead of VLMPolicy.decode."""
+    return [json.dumps({"action": ["left", "right"][tokens.sum() % 2]}) for tokens in responses]
+
+
 def test_a_run_of_loop_that_was_killed_goes_on(run, tmp_path, monkeypatch):
     """Whole episodes, pairs from the same start, as many as the budget allows."""
-
-    def decode(_, responses):
-        return [json.dumps({"action": ["left", "right"][tokens.sum() % 2]}) for tokens in responses]
-
-    monkeypatch.setattr(VLMPolicy, "decode", decode)
+    monkeypatch.setattr(VLMPolicy, "decode", left_or_right)
     options = [*LONG, "--total_timesteps", 48, "--group_size", 2]
     folder, (_, *rows) = run(TROUBLED, *options, name="whole", main=loop.main)
     of_the_critic = {"losses/explained_variance", "losses/advantage_std"}  # which is not there
@@ -198,6 +201,126 @@ def test_a_run_of_loop_that_was_killed_goes_on(run, tmp_path, monkeypatch):
     monkeypatch.setattr(Troubled, "number", 0)
     loop.main(["--resume", str(tmp_path / "part")])
     same_runs(folder, tmp_path / "part")
+
+
+def test_the_critic_of_archer_by_hand():
+    """States and responses of width 1; each head is a line: Q(s, a) = 2s + a and s, V(s) = 3s and s + 1."""
+    critic = archer.Critic(1, [])
+    lines = [([2.0, 1.0], 0.0), ([1.0, 0.0], 0.0), ([3.0], 0.0), ([1.0], 1.0)]
+    for head, (weight, bias) in zip([*critic.q_heads, *critic.v_heads], lines, strict=True):
+        head[0].weight.data = torch.tensor([weight])
+        head[0].bias.data = torch.tensor([bias])
+    s, a = torch.tensor([[1.0], [2.0]]), torch.tensor([[5.0], [-3.0]])
+    assert critic.advantages(s, a).tolist() == [1 - 2, 1 - 3]  # min(7, 1) - min(3, 2), min(1, 2) - min(6, 3)
+
+    target = copy.deepcopy(critic)
+    replayed = torch.tensor([[1.0, 5.0, 2.0, 0.5, 0.0], [2.0, -3.0, 9.0, 1.0, 1.0]])  # s, a, s', r, done
+    newest = torch.tensor([[2.0, 1.0, 9.0, 9.0, 9.0]])
+    of_q1 = ((7 - (0.5 + 0.5 * 6)) ** 2 + (1 - 1) ** 2) / 2
+    of_q2 = ((1 - (0.5 + 0.5 * 3)) ** 2 + (2 - 1) ** 2) / 2
+    of_v1, of_v2 = (6 - 5) ** 2, (3 - 2) ** 2
+    loss = archer.critic_loss(critic, target, replayed, newest, gamma=0.5)
+    assert loss.item() == of_q1 + of_q2 + of_v1 + of_v2
+    loss.backward()
+    assert all(parameter.grad is None for parameter in target.parameters())
+    critic.q_heads[0][0].bias.data.fill_(8.0)
+    archer.polyak(target, critic, 0.25)
+    archer.polyak(target, critic, 0.25)
+    assert target.q_heads[0][0].bias.item() == 3.5  # 2, and a quarter of the 6 that are left
+
+
+def test_the_critic_of_archer_learns_q_from_the_buffer_and_v_from_the_newest():
+    """States 1, 2 and 3: 1 pays and ends the episode, 2 ends it, 3 goes to 1. The newest is 3."""
+    torch.manual_seed(0)
+    critic = archer.Critic(1, [16])
+    target = copy.deepcopy(critic)
+    for head, value in zip([*target.q_heads, *target.v_heads], (0.25, 0.25, 0.5, 0.5), strict=True):
+        head[-1].weight.data.fill_(0.0)
+        head[-1].bias.data.fill_(value)
+    buffer = torch.tensor([[1.0, 0.0, 9.0, 1.0, 1.0], [2.0, 0.0, 9.0, 0.0, 1.0], [3.0, 0.0, 1.0, 0.0, 0.0]])
+    args = archer.Args(critic_steps=600, tau=0.0, device="cpu")
+    optimizer = torch.optim.Adam(critic.parameters(), lr=0.01)
+    archer.train_critic(critic, target, optimizer, buffer, buffer[2:], args)
+    states, responses = buffer[:, :1], buffer[:, 1:2]
+    q, v = critic.q(states, responses), critic.v(states)
+    torch.testing.assert_close(q, torch.tensor([[1.0, 0.0, 0.95 * 0.5]] * 2), atol=0.1, rtol=0)
+    torch.testing.assert_close(v[:, 2], torch.tensor([0.25, 0.25]), atol=0.05, rtol=0)
+    args = dataclasses.replace(args, critic_steps=1, tau=1.0)
+    archer.train_critic(critic, target, optimizer, buffer, buffer[2:], args)
+    torch.testing.assert_close(target.state_dict(), critic.state_dict(), rtol=0, atol=0)
+
+
+def test_the_features_of_archer_are_of_the_base_and_its_rows_of_the_next_state(model):
+    policy = make_policy(model, dtype="float64", micro_batch_size=3)
+    prompts = some_prompts(policy, [1, 2, 1, 2, 2, 1])
+    responses = [torch.tensor([100, 101, 102][: 1 + i % 3]) for i in range(4)]
+    steps = []
+    for i, flags in enumerate([(False, False), (True, False), (True, True), (False, False)]):
+        steps.append(vldac.Step(prompts[i], responses[i], "", None, float(i), *flags))
+    rows = archer.transitions(policy, steps, prompts[4:])  # two steps of two players
+    assert rows[:, -2:].tolist() == [[0, 0], [1, 1], [3, 0]]  # the third has timed out
+    with policy.peft_model.disable_adapter():
+        for row, b in zip(rows, (0, 1, 3), strict=True):
+            inputs = policy.inputs(prompts[b : b + 1], responses[b : b + 1])
+            hidden = policy.vlm.model(**inputs).last_hidden_state[0].float()
+            inputs = policy.inputs(prompts[b + 2 : b + 3])
+            following = policy.vlm.model(**inputs).last_hidden_state[0, -1].float()
+            expected = torch.cat([hidden[-1 - len(responses[b])], hidden[-1], following])
+            torch.testing.assert_close(row[:-2], expected, **NEARLY)
+
+
+def test_the_actor_of_archer_answers_anew(model, monkeypatch):
+    """For each minibatch of states, by the policy of then; what the critic likes becomes likelier."""
+    policy = make_policy(model, max_new_tokens=2, learning_rate=0.01)
+    policy.args = archer.Args(**vars(policy.args) | {"vf_coef": 0.0, "kl_coef": 0.0, "minibatch_size": 2})
+    policy.args.update_epochs = 1
+    critic = archer.Critic(policy.value_head[0].in_features, [])
+    monkeypatch.setattr(critic, "advantages", lambda states, responses: torch.ones(len(states)))
+    steps = list(itertools.chain(*itertools.chain(*some_minibatches(policy))))
+    before = [step.tokens for step in steps]
+    happened = []
+    really = VLMPolicy.sample
+
+    def sample(policy, prompts):
+        responses = really(policy, prompts)
+        happened.append(("sampled", sorted(tokens.tolist() for tokens in responses)))
+        return responses
+
+    def trained(policy, optimizer, minibatches, args):
+        of_minibatch = list(itertools.chain(*minibatches[0]))
+        happened.append(("trained", sorted(step.tokens.tolist() for step in of_minibatch)))
+        minibatches_met.append(of_minibatch)
+
+    minibatches_met = []
+    monkeypatch.setattr(VLMPolicy, "sample", sample)
+    spy(monkeypatch, vldac, "update", trained)
+    log = archer.train_actor(policy, critic, vldac.make_optimizer(policy, policy.args), steps, policy.args)
+    assert [what for what, _ in happened] == ["sampled", "trained"] * (len(steps) // 2)
+    assert [tokens for _, tokens in happened[::2]] == [tokens for _, tokens in happened[1::2]]
+    assert all(step.tokens is tokens for step, tokens in zip(steps, before, strict=True))
+    assert log["ratio_first"] == 0
+    first = minibatches_met[0]
+    new, _, _ = scored(policy, first)
+    assert (new - column(first, "logprobs")).sum() > 0
+
+
+def test_a_run_of_archer_that_was_killed_goes_on(run, tmp_path, monkeypatch, capsys):
+    """Its buffer is full after two updates."""
+    monkeypatch.setattr(VLMPolicy, "decode", left_or_right)
+    options = [*LONG, "--buffer", 12, "--critic_steps", 3]
+    folder, (_, *rows) = run(TROUBLED, *options, name="whole", main=archer.main)
+    norms = [row["losses/grad_norm_lora"] > 0 for row in rows if "losses/grad_norm_lora" in row]
+    assert norms == [True] * 3  # none in the warm-up
+    assert len({row["losses/critic_loss"] for row in rows}) == 4
+    assert len(torch.load(folder / "checkpoint.pt")["buffer"]) == 12
+    monkeypatch.setattr(Troubled, "happens", killed)
+    monkeypatch.setattr(Troubled, "number", 22)
+    assert forked(lambda: run(TROUBLED, *options, name="part", main=archer.main)) == [-signal.SIGKILL]
+    monkeypatch.setattr(Troubled, "number", 0)
+    archer.main(["--resume", str(tmp_path / "part")])
+    same_runs(folder, tmp_path / "part")
+    for words in (["--buffer", "511"], ["--vf_coef", "0.1"]):
+        refused(["--env", CORRIDOR, *words], capsys, archer.main)
 
 
 BOOTSTRAP, END, TIME_OUT = (False, False), (True, False), (True, True)

@@ -1,0 +1,270 @@
+"""ArCHer (Zhou et al. 2024, arXiv 2402.19446) in miniature, made of the parts of vldac.py.
+
+What VL-DAC is compared with: a critic that learns by one-step TD from a replay buffer, and an actor that
+learns by REINFORCE from responses that it samples anew, with the critic's advantages. The critic has two Q of
+a state and its response and two V of a state, MLPs on hidden states of the model without its LoRA. So the
+buffer holds vectors and no frames, and they stay what they are while LoRA learns.
+
+    python extras/archer.py --env OneRoom                 takes vldac.py's options and those of Args, below
+    python extras/archer.py --env OneRoom --buffer 512    little but the newest rollout, as in VL-DAC's paper
+
+Not as in its authors' code:
+* their critic is a language model of its own, and trained as a whole;
+* V learns from the newest rollout, and the actor from its states, once. They take states of the buffer many
+  times, and sample a response to each, so many times as many responses as a rollout has;
+* the critic leaves out a step that timed out, as VL-DAC learns nothing from its reward. To them it is an end;
+* KL term and cosine are VL-DAC's, as in its paper (beside a sum of log-probabilities, the KL, a mean over the
+  tokens, weighs less), and the critic has the actor's learning rate.
+In the first --value_warmup updates only the critic learns. gae_lambda, clip_coef, stop_grad and --kl_ref old
+have no effect. It has a `train` of its own, and replaces vldac.policy_loss.
+"""
+
+import copy
+import dataclasses
+import itertools
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from replaced import replaced  # noqa: E402
+
+import vldac  # noqa: E402
+from envs import check  # noqa: E402
+
+
+@dataclass
+class Args(vldac.Args):
+    """The options of vldac.py, and three more."""
+
+    buffer: int = 100_000  # environment steps that Q learns from, the newest ones
+    critic_steps: int = 50  # optimizer steps of the critic in an update
+    tau: float = 0.1  # after each of them: target += tau * (critic - target)
+    gamma: float = 0.95
+    update_epochs: int = 1  # passes over the actor's responses
+    vf_coef: float = 0.0  # the value head of vldac.py is not used
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(self.buffer >= self.num_envs * self.num_steps, "--buffer must hold a whole rollout")
+        check(self.vf_coef == 0, "there is no value head, so no --vf_coef")
+
+
+class Critic(nn.Module):
+    """Q1 and Q2 of a state and its response, V1 and V2 of a state, from hidden states of width H."""
+
+    def __init__(self, H, widths):
+        super().__init__()
+
+        def mlp(inputs):
+            sizes, layers = [inputs, *widths], []
+            for size, next_size in itertools.pairwise(sizes):
+                layers += [nn.Linear(size, next_size), nn.ReLU()]
+            return nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
+
+        self.q_heads = nn.ModuleList([mlp(2 * H), mlp(2 * H)])
+        self.v_heads = nn.ModuleList([mlp(H), mlp(H)])
+
+    def q(self, states, responses):
+        """(B, H), (B, H) -> (2, B)"""
+        both = torch.cat([states, responses], 1)
+        return torch.stack([head(both)[:, 0] for head in self.q_heads])
+
+    def v(self, states):
+        """(B, H) -> (2, B)"""
+        return torch.stack([head(states)[:, 0] for head in self.v_heads])
+
+    @torch.no_grad()
+    def advantages(self, states, responses):
+        """min(Q1, Q2) - min(V1, V2): (B, H), (B, H) -> (B,)"""
+        return self.q(states, responses).amin(0) - self.v(states).amin(0)
+
+
+@torch.no_grad()
+def features(policy, prompts, responses):
+    """Hidden states without LoRA, at the last token of N prompts and of their responses: (N, H), (N, H)."""
+    of_prompts, of_responses = [], []
+    size = policy.args.micro_batch_size
+    with policy.peft_model.disable_adapter(), policy.autocast:
+        for start in range(0, len(prompts), size):
+            some = responses[start : start + size]
+            inputs = policy.inputs(prompts[start : start + size], some)
+            hidden = policy.vlm.model(**inputs, use_cache=False).last_hidden_state  # (B, P + R, H)
+            lengths = torch.tensor([len(tokens) for tokens in some])
+            last = hidden.shape[1] - lengths.max() - 1  # column P - 1, the last one of each prompt
+            rows = torch.arange(len(some))
+            of_prompts.append(hidden[rows, last].float())  # a copy, so that the rest can go
+            of_responses.append(hidden[rows, last + lengths].float())
+    return torch.cat(of_prompts), torch.cat(of_responses)
+
+
+def transitions(policy, steps, last_prompts):
+    """A rollout's steps, but for those that timed out, as rows (M, 3 H + 2) of the buffer.
+
+    Each has state, response and next state, reward, and 1 if the step ended the episode.
+    """
+    states, responses = features(policy, [step.prompt for step in steps], [step.tokens for step in steps])
+    N = len(last_prompts)
+    last_states, _ = features(policy, last_prompts, [policy.no_tokens] * N)
+    # Step i + N is the same player's next one. Where the episode has ended it is not used.
+    next_states = torch.cat([states[N:], last_states])
+    ends = torch.tensor([[step.reward, float(step.done)] for step in steps], device=states.device)
+    kept = torch.tensor([not step.timed_out for step in steps], device=states.device)
+    return torch.cat([states, responses, next_states, ends], 1)[kept]
+
+
+def q_targets(rewards, dones, next_values, gamma):
+    """r + gamma V(s'), and r at an episode's end: (B,), (B,), (2, B) -> (2, B), of Q1 and Q2.
+
+    >>> next_values = torch.tensor([[4.0, 9.0], [6.0, 9.0]])
+    >>> q_targets(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), next_values, gamma=0.5)
+    tensor([[2., 1.],
+            [3., 1.]])
+    """
+    return rewards + gamma * (1 - dones) * next_values
+
+
+def critic_loss(critic, target, replayed, newest, gamma):
+    """Squared errors of each Q on rows of the buffer, and of each V on rows of the newest rollout.
+
+    The target of V(s) is Q of s and a response of today's policy, which only the newest rows have.
+    """
+    H = (replayed.shape[1] - 2) // 3
+    states, responses, next_states, rewards, dones = replayed.split([H, H, H, 1, 1], 1)
+    new_states, new_responses, _ = newest.split([H, H, H + 2], 1)
+    with torch.no_grad():
+        of_q = q_targets(rewards[:, 0], dones[:, 0], target.v(next_states), gamma)  # (2, B)
+        of_v = target.q(new_states, new_responses)  # (2, B)
+    q_errors = critic.q(states, responses) - of_q
+    v_errors = critic.v(new_states) - of_v
+    return q_errors.pow(2).mean(1).sum() + v_errors.pow(2).mean(1).sum()
+
+
+@torch.no_grad()
+def polyak(target, critic, tau):
+    """Move the target critic's weights towards the critic's."""
+    for old, new in zip(target.parameters(), critic.parameters(), strict=True):
+        old.lerp_(new, tau)
+
+
+def train_critic(critic, target, optimizer, buffer, newest, args) -> float:
+    """`critic_steps` optimizer steps, each on 256 random rows of both. Returns their mean loss."""
+    losses = []
+    for _ in range(args.critic_steps):
+        replayed = buffer[torch.randint(len(buffer), (256,))]
+        some_of_newest = newest[torch.randint(len(newest), (256,))]
+        loss = critic_loss(critic, target, replayed, some_of_newest, args.gamma)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm, error_if_nonfinite=True)
+        optimizer.step()
+        polyak(target, critic, args.tau)
+        losses.append(loss.item())
+    return np.mean(losses).item()
+
+
+def reinforce_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
+    """-A log pi(a|s), of the whole response, to minimise. The arguments are vldac.policy_loss's.
+
+    >>> lp, mask = torch.tensor([[-1.0, -0.5], [-2.0, 0.0]]), torch.tensor([[1, 1], [1, 0]])
+    >>> reinforce_loss(lp, lp, torch.tensor([2.0, -1.0]), mask, clip_coef=0.1)  # (2 * 1.5 - 2.0) / 2
+    tensor(0.5000)
+    """
+    return (-advantages * newlogprobs.masked_fill(mask == 0, 0).sum(1)).mean()
+
+
+def train_actor(policy, critic, optimizer, steps, args) -> dict[str, float]:
+    """An optimizer step for each minibatch of states, on responses that are sampled just before it."""
+    logs = []
+    for indices in torch.randperm(len(steps)).split(args.minibatch_size):
+        states = [steps[i] for i in indices.tolist()]
+        prompts, responses = [step.prompt for step in states], []
+        for start in range(0, len(prompts), args.num_envs):
+            responses += policy.sample(prompts[start : start + args.num_envs])
+        advantages = critic.advantages(*features(policy, prompts, responses)).tolist()
+        fresh = []
+        for step, tokens, advantage in zip(states, responses, advantages, strict=True):
+            fresh.append(dataclasses.replace(step, tokens=tokens, advantage=advantage))
+        minibatch = vldac.make_minibatches(fresh, args)
+        vldac.score(policy, minibatch)
+        for step in fresh:
+            step.return_ = step.value  # not used: the value loss has the weight 0
+        with replaced(policy_loss=reinforce_loss):
+            logs.append(vldac.update(policy, optimizer, minibatch, args))
+    return {name: np.mean([log[name] for log in logs]).item() for name in logs[0]}
+
+
+def train(args, folder):
+    """A whole training, as vldac.train but for what stands above."""
+    players = vldac.make_players(args)
+    eval_players = vldac.evaluation_players(dataclasses.replace(args, split="eval"), args.eval_episodes)
+    vldac.set_seed(args.seed)
+    policy = vldac.VLMPolicy(args)
+    optimizer = vldac.make_optimizer(policy, args)
+    critic = Critic(policy.value_head[0].in_features, args.value_hidden).to(args.device)
+    target = copy.deepcopy(critic)
+    critic_optimizer = torch.optim.Adam(critic.parameters())
+    parts = {"critic": critic, "target": target, "critic_optimizer": critic_optimizer}
+    rollout_steps = args.num_envs * args.num_steps
+    num_updates = args.total_timesteps // rollout_steps
+    if (folder / "checkpoint.pt").exists():
+        state = vldac.load_checkpoint(folder, policy, optimizer, players)
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    else:
+        for player in players:
+            player.next_episode()
+        vldac.show_a_response(policy, players[0])
+        row = {"update": 0, "global_step": 0} | vldac.evaluate_for_log(policy, eval_players)
+        vldac.write_row(folder, row, args)
+        state = {"update": 0, "recent": [], "buffer": torch.zeros(0)}
+    recent, buffer = state["recent"], state["buffer"].to(args.device)
+
+    for u in range(state["update"] + 1, num_updates + 1):
+        vldac.set_seed(vldac.training_seed(args.seed, u))
+        learning_rate = vldac.cosine(u - 1, num_updates, args.learning_rate, args.final_learning_rate)
+        for group in optimizer.param_groups + critic_optimizer.param_groups:
+            group["lr"] = learning_rate
+        start = time.perf_counter()
+        steps, last_prompts, episodes = vldac.collect(policy, players, args)
+        collected = time.perf_counter()
+        newest = transitions(policy, steps, last_prompts)
+        buffer = torch.cat([buffer, newest])[-args.buffer :]
+        stats = {"critic_loss": train_critic(critic, target, critic_optimizer, buffer, newest, args)}
+        ended = {i % args.num_envs for i, step in enumerate(steps) if step.done and not step.timed_out}
+        stats["outcomes"] = len(ended) / args.num_envs
+        scored = time.perf_counter()
+        if u > args.value_warmup:
+            stats |= train_actor(policy, critic, optimizer, steps, args)
+        updated = time.perf_counter()
+
+        row = {"update": u, "global_step": u * rollout_steps, "episodes": episodes}
+        recent = (recent + episodes)[-100:]
+        all_have_ended = all(player.episode > 1 for player in players)
+        times = {"collect": collected - start, "score": scored - collected, "update": updated - scored}
+        row |= vldac.log_row(policy, steps, stats, times, recent if all_have_ended else [])
+        row["charts/learning_rate"] = learning_rate
+        del steps, last_prompts  # their pixels are large; the next ones need the memory
+        last = u == num_updates
+        if last or (args.eval_every and u % args.eval_every == 0 and eval_players):
+            row |= vldac.evaluate_for_log(policy, eval_players)
+            vldac.save_adapter(policy, folder / ("adapter" if last else f"adapter-{row['global_step']}"))
+        vldac.write_row(folder, row, args)
+        saved = {name: part.state_dict() for name, part in parts.items()}
+        vldac.save_checkpoint(
+            folder, policy, optimizer, players, update=u, recent=recent, buffer=buffer, **saved
+        )
+
+
+def main(argv=None):
+    vldac.main(argv, Args, train)
+
+
+if __name__ == "__main__":
+    main()
