@@ -35,6 +35,9 @@
 # * Which part? VL-DAC without one of its parts, at the default rate, seeds 140 to 144, each beside VL-DAC's own: no KL; the
 #   KL of Eq. 5; no warm-up; no stop-gradient; one-step TD (lambda 0); time-outs that are learned from; a value for each token
 #   (lambda taken per step). Described.
+# * ArCHer, at the grid's three rates (of actor and critic), with a buffer for all steps and with one of 512, seeds 140 to 144,
+#   described beside the grid. If it does not learn: does the critic's loss fall, is its advantage above 0 where a success
+#   follows, and does the policy move?
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cores=$(env -u OMP_NUM_THREADS nproc) # nproc would obey that variable
@@ -100,6 +103,8 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
     named "$(echo {140..144})" extras/response_ratio.py $rates
     named "$(echo {140..144})" extras/critic.py --critic none $rates
     named "$(echo {140..144})" extras/loop.py $rates
+    named "$(echo {140..144})" extras/archer.py --buffer 100000 $rates
+    named "$(echo {140..144})" extras/archer.py --buffer 512 $rates
   done
   local part
   for part in "--kl_coef 0" "--kl_ref old" "--value_warmup 0" "--stop_grad false" "--gae_lambda 0"; do
