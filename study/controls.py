@@ -2,12 +2,12 @@
 
     python study/controls.py sentences runs/NAME    each action's probability, by frame and by sentence
     python study/controls.py donor runs/NAME        the trained policy on the prompts of another room
-    python study/controls.py blind OneRoom          a sequence of actions, the best that was found
+    python study/controls.py players OneRoom        random actions, the best sequence found, the world's hints
     python study/controls.py means                  of sentences.csv: a row for each frame and sentence
     python study/controls.py swapped                and for each seed: does the frame or the sentence decide?
 
-`sentences` prints rows of sentences.csv, without its header, `donor` a row of runs.csv, `blind` a line of
-blind.jsonl. Success is that of 200 episodes, on the fixed seeds.
+`sentences` prints rows of sentences.csv, without its header, `donor` a row of runs.csv, `players` lines of
+players.jsonl. Success is that of 200 episodes, on the fixed seeds.
 """
 
 import csv
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import report  # noqa: E402
 
 import envs  # noqa: E402
+import eval as evaluation  # noqa: E402
 import vldac  # noqa: E402
 
 TABLE = Path(__file__).parent / "sentences.csv"
@@ -126,8 +127,11 @@ def successes(player, actions, seeds) -> int:
     return count
 
 
-def blind(env, candidates=1000, seeds=range(1000, 1200)):
-    """Hill climbing: some actions in a row become one action, and stay so if no fewer episodes succeed."""
+def blind(env, candidates=1000, seeds=range(1000, 1200)) -> dict:
+    """The best sequence of actions that was found for a player who does not look, as a result of eval.py.
+
+    Hill climbing: some actions in a row become one action, and stay so if no fewer episodes succeed.
+    """
     player = vldac.Player(vldac.parse_args(["--env", env, "--model", "tiny", "--device", "cpu"]))
     player.reset(0)
     world, frame = player.env.unwrapped, player.observations[0]["image"]
@@ -148,8 +152,15 @@ def blind(env, candidates=1000, seeds=range(1000, 1200)):
             best, most = changed, count
     rate = successes(player, best, range(200)) / 200
     result = {"command": "best without looking", "task": {"env": env}, "summary": {"success_rate": rate}}
-    # As eval.py writes it, so that extras/plot.py can show it.
-    print(json.dumps(result | {"episodes": [], "actions": best}))
+    return result | {"actions": best}
+
+
+def players(env):
+    """How those do who have learned nothing."""
+    args = vldac.parse_args(["--env", env, "--model", "tiny", "--device", "cpu"], evaluation.Args)
+    random_actions, hints = (evaluation.make_result(command, args) for command in ("random", "hint"))
+    for result in (random_actions, blind(env), hints):
+        print(json.dumps(result | {"episodes": []}))
 
 
 def load_sentences() -> dict[tuple[str, str, str], dict[int, dict[str, float]]]:
@@ -192,8 +203,8 @@ def main(argv=None):
             sentences(folder)
         case ["donor", folder]:
             donor(folder)
-        case ["blind", env]:
-            blind(env)
+        case ["players", env]:
+            players(env)
         case ["means"]:
             means()
         case ["swapped"]:

@@ -5,7 +5,7 @@
     python study/report.py grid NAME...         a row for each method, a column for each learning rate
     python study/report.py pairs NAME...        each method against the first, seed by seed
     python study/report.py reached 0.95 NAME... how many of a method's runs end there or above
-    python study/report.py plot NAME... r.json  learning curves, results as dashed lines
+    python study/report.py plot NAME...         learning curves, and the players of players.jsonl
     python study/report.py forest NAME...       the table `pairs` as a figure
     python study/report.py rows runs/A runs/B   logs as rows of runs.csv, without its header
 
@@ -15,6 +15,7 @@ and forest, --out FILE comes last.
 
 import csv
 import itertools
+import json
 import re
 import sys
 from dataclasses import dataclass
@@ -29,9 +30,10 @@ sys.path += [str(ROOT), str(ROOT / "extras")]
 import plot as curves  # noqa: E402
 
 from envs import UserError, check, exit_with  # noqa: E402
-from eval import load_result, wilson  # noqa: E402
+from eval import wilson  # noqa: E402
 
 RUNS = ROOT / "study" / "runs.csv"
+PLAYERS = ROOT / "study" / "players.jsonl"
 # The columns of runs.csv, in which a row is an update of a run, and what they are called in its log.
 LOGGED = {
     "step": "global_step",
@@ -312,13 +314,17 @@ def reached(rate, names) -> str:
 
 
 def plot(names, out):
-    """The runs' learning curves, and results; if all runs are of one world, a panel for each method."""
-    results = [load_result(name) for name in names if name.endswith(".json")]
-    by_method = load_runs([name for name in names if not name.endswith(".json")])
+    """Learning curves. Several methods of one world have a panel each, else a world and its players have one."""
+    by_method = load_runs(names)
     runs = [run for runs in by_method.values() for run in runs.values()]
-    if len({run.world for run in runs}) == 1 and not results:
+    worlds = {world for world, _ in by_method}
+    results = []
+    if len(worlds) == 1 < len(by_method):
         for run in runs:
             run.world = run.method
+    else:
+        results = [json.loads(line) for line in PLAYERS.read_text().splitlines()]
+        results = [result for result in results if result["task"]["env"] in worlds]
     curves.plot(runs, results, out)
 
 

@@ -15,7 +15,7 @@
 # Default options but those below, 200 episodes in each evaluation, one thread. Every seed is reported.
 # * How sure is the README's command? OneRoom, seeds 400 to 429: how many end at 0.95 or more, with the interval of the count.
 # * Is it the reward that teaches? OneRoom, seeds 400 to 409. *Learned from reward* if at least nine of ten end at 0.9 or more,
-#   above their start and above the best blind player, which is the sequence of actions that `controls.py blind` finds on other
+#   above their start and above the best blind player, which is the sequence of actions that `controls.py players` finds on other
 #   seeds; and if of ten runs in which a coin decides whether a success pays or costs (OneRoomCoin) none ends above that player.
 # * What has been learned? Of these ten runs, described: what is done at each kind of frame after each sentence, before and
 #   after training, also where frame and sentence do not fit each other (sentences.csv). Whether the frame or the sentence
@@ -117,12 +117,12 @@ runs() { # a line each: WORLD METHOD SEED PROGRAM OPTIONS...; seeds side by side
   each WallGap vldac.py "$(echo {400..404})" vldac.py --env WallGap
 }
 
-blind() { # WORLD: the best blind player's line of blind.jsonl
-  if grep -qs "\"$1\"" study/blind.jsonl; then return; fi
-  python study/controls.py blind "$1" > "runs/final/blind-$1" && cat "runs/final/blind-$1" >> study/blind.jsonl
+players() { # WORLD: its lines of players.jsonl
+  if grep -qs "\"$1\"" study/players.jsonl; then return; fi
+  python study/controls.py players "$1" > "runs/final/players-$1" && cat "runs/final/players-$1" >> study/players.jsonl
 }
-export -f blind
+export -f players
 
 # What fails is reported and tried again next time; the rest goes on, and the script ends with an error.
 runs | xargs -P "$cores" -L 1 bash -euo pipefail -c 'run "$@"' run
-printf "%s\n" OneRoom Hallway FourRooms WallGap EZPoints NumberLine | xargs -P "$cores" -L 1 bash -euo pipefail -c 'blind "$@"' blind
+printf "%s\n" OneRoom Hallway FourRooms WallGap EZPoints NumberLine | xargs -P "$cores" -L 1 bash -euo pipefail -c 'players "$@"' players

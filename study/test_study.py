@@ -223,11 +223,16 @@ def test_a_player_acts_on_the_prompts_of_a_donor(tmp_path, monkeypatch):
         player.reset(1)
 
 
-def test_the_best_sequence_of_actions_needs_no_look(capsys):
-    """In a corridor: always to the right."""
-    controls.blind(CORRIDOR, candidates=60, seeds=range(1000, 1010))
-    found = json.loads(capsys.readouterr().out)
+def test_players_who_have_learned_nothing(monkeypatch, capsys):
+    """In a corridor the best sequence is found: always to the right."""
+    found = controls.blind(CORRIDOR, candidates=60, seeds=range(1000, 1010))
     assert found["summary"]["success_rate"] == 1.0 and found["actions"][:2] == ["right", "right"]
+    monkeypatch.setattr(controls, "blind", lambda env: found)
+    controls.main(["players", "NumberLine"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["command"] for line in lines] == ["random", "best without looking", "hint"]
+    rates = [line["summary"]["success_rate"] for line in lines]
+    assert rates[0] < rates[1] == rates[2] == 1.0
 
 
 @needs_opengl
