@@ -314,7 +314,7 @@ def reached(rate, names) -> str:
 
 
 def plot(names, out):
-    """Learning curves. Several methods of one world have a panel each, else a world and its players have one."""
+    """Learning curves. Methods of one world have a panel each, else a world and its players have one."""
     by_method = load_runs(names)
     runs = [run for runs in by_method.values() for run in runs.values()]
     worlds = {world for world, _ in by_method}
