@@ -1703,7 +1703,7 @@ WRONG = {
     "--learning_rate nan": "--learning_rate must be above 0",
     "--temperature 0": "--temperature must be above 0",
     "--clip_coef -0.1": "--clip_coef must be above 0",
-    "--learning_rate 1e-8": "--final_learning_rate 0.0005 is above --learning_rate",
+    "--learning_rate 1e-8": "--final_learning_rate 3e-05 is above --learning_rate",
     "--num_envs 0": "--num_envs must be at least 1",
     "--eval_every -1": "--eval_every must be at least 0",
     "--eval_every 2 --eval_episodes 0": "--eval_every needs --eval_episodes",
