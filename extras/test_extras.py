@@ -178,6 +178,17 @@ def left_or_right(_, responses):
     return [json.dumps({"action": ["left", "right"][tokens.sum() % 2]}) for tokens in responses]
 
 
+def killed_and_resumed(run, options, main, tmp_path, monkeypatch) -> Path:
+    """The folder of a run that was killed at its step 22 and went on."""
+    monkeypatch.setattr(Troubled, "happens", killed)
+    monkeypatch.setattr(Troubled, "number", 22)
+    assert forked(lambda: run(TROUBLED, *options, name="part", main=main)) == [-signal.SIGKILL]
+    monkeypatch.setattr(Troubled, "number", 0)
+    folder = tmp_path / "part"
+    main(["--resume", str(folder)])
+    return folder
+
+
 def test_a_run_of_loop_that_was_killed_goes_on(run, tmp_path, monkeypatch):
     """Whole episodes, pairs from the same start, as many as the budget allows."""
     monkeypatch.setattr(VLMPolicy, "decode", left_or_right)
@@ -195,12 +206,8 @@ def test_a_run_of_loop_that_was_killed_goes_on(run, tmp_path, monkeypatch):
         assert row["losses/outcomes"] == (one["success"] + two["success"]) / 2  # its only end
     assert played + 8 > 48
 
-    monkeypatch.setattr(Troubled, "happens", killed)
-    monkeypatch.setattr(Troubled, "number", 22)
-    assert forked(lambda: run(TROUBLED, *options, name="part", main=loop.main)) == [-signal.SIGKILL]
-    monkeypatch.setattr(Troubled, "number", 0)
-    loop.main(["--resume", str(tmp_path / "part")])
-    same_runs(folder, tmp_path / "part")
+    part = killed_and_resumed(run, options, loop.main, tmp_path, monkeypatch)
+    same_runs(folder, part)
 
 
 def test_the_critic_of_archer_by_hand():
@@ -272,13 +279,13 @@ def test_the_features_of_archer_are_of_the_base_and_its_rows_of_the_next_state(m
 def test_the_actor_of_archer_answers_anew(model, monkeypatch):
     """For each minibatch of states, by the policy of then; what the critic likes becomes likelier."""
     policy = make_policy(model, max_new_tokens=2, learning_rate=0.01)
-    policy.args = archer.Args(**vars(policy.args) | {"vf_coef": 0.0, "kl_coef": 0.0, "minibatch_size": 2})
-    policy.args.update_epochs = 1
+    changes = {"vf_coef": 0.0, "kl_coef": 0.0, "minibatch_size": 2, "update_epochs": 1}
+    policy.args = archer.Args(**vars(policy.args) | changes)
     critic = archer.Critic(policy.value_head[0].in_features, [])
     monkeypatch.setattr(critic, "advantages", lambda states, responses: torch.ones(len(states)))
     steps = list(itertools.chain(*itertools.chain(*some_minibatches(policy))))
     before = [step.tokens for step in steps]
-    happened = []
+    happened, trained = [], []
     really = VLMPolicy.sample
 
     def sample(policy, prompts):
@@ -286,22 +293,20 @@ def test_the_actor_of_archer_answers_anew(model, monkeypatch):
         happened.append(("sampled", sorted(tokens.tolist() for tokens in responses)))
         return responses
 
-    def trained(policy, optimizer, minibatches, args):
-        of_minibatch = list(itertools.chain(*minibatches[0]))
-        happened.append(("trained", sorted(step.tokens.tolist() for step in of_minibatch)))
-        minibatches_met.append(of_minibatch)
+    def note(policy, optimizer, minibatches, args):
+        minibatch = list(itertools.chain(*minibatches[0]))
+        happened.append(("trained", sorted(step.tokens.tolist() for step in minibatch)))
+        trained.append(minibatch)
 
-    minibatches_met = []
     monkeypatch.setattr(VLMPolicy, "sample", sample)
-    spy(monkeypatch, vldac, "update", trained)
+    spy(monkeypatch, vldac, "update", note)
     log = archer.train_actor(policy, critic, vldac.make_optimizer(policy, policy.args), steps, policy.args)
     assert [what for what, _ in happened] == ["sampled", "trained"] * (len(steps) // 2)
     assert [tokens for _, tokens in happened[::2]] == [tokens for _, tokens in happened[1::2]]
     assert all(step.tokens is tokens for step, tokens in zip(steps, before, strict=True))
     assert log["ratio_first"] == 0
-    first = minibatches_met[0]
-    new, _, _ = scored(policy, first)
-    assert (new - column(first, "logprobs")).sum() > 0
+    new, _, _ = scored(policy, trained[0])
+    assert (new - column(trained[0], "logprobs")).sum() > 0
 
 
 def test_a_run_of_archer_that_was_killed_goes_on(run, tmp_path, monkeypatch, capsys):
@@ -313,12 +318,8 @@ def test_a_run_of_archer_that_was_killed_goes_on(run, tmp_path, monkeypatch, cap
     assert norms == [True] * 3  # none in the warm-up
     assert len({row["losses/critic_loss"] for row in rows}) == 4
     assert len(torch.load(folder / "checkpoint.pt")["buffer"]) == 12
-    monkeypatch.setattr(Troubled, "happens", killed)
-    monkeypatch.setattr(Troubled, "number", 22)
-    assert forked(lambda: run(TROUBLED, *options, name="part", main=archer.main)) == [-signal.SIGKILL]
-    monkeypatch.setattr(Troubled, "number", 0)
-    archer.main(["--resume", str(tmp_path / "part")])
-    same_runs(folder, tmp_path / "part")
+    part = killed_and_resumed(run, options, archer.main, tmp_path, monkeypatch)
+    same_runs(folder, part)
     for words in (["--buffer", "511"], ["--vf_coef", "0.1"]):
         refused(["--env", CORRIDOR, *words], capsys, archer.main)
 

@@ -3,7 +3,7 @@
     python study/controls.py sentences runs/NAME    each action's probability, by frame and by sentence
     python study/controls.py donor runs/NAME        the trained policy on the prompts of another room
     python study/controls.py players OneRoom        random actions, the best sequence found, the world's hints
-    python study/controls.py means                  of sentences.csv: a row for each frame and sentence
+    python study/controls.py means 400 409          of sentences.csv, these seeds: a row for each case
     python study/controls.py swapped                and for each seed: does the frame or the sentence decide?
 
 `sentences` prints rows of sentences.csv, without its header, `donor` a row of runs.csv, `players` lines of
@@ -173,13 +173,14 @@ def load_sentences() -> dict[tuple[str, str, str], dict[int, dict[str, float]]]:
     return cases
 
 
-def means():
-    """What is done at each kind of frame after each sentence: means over the seeds."""
+def means(first, last):
+    """What is done at each kind of frame after each sentence: means over the seeds from first to last."""
     lines = []
     for (when, frame, sentence), by_seed in load_sentences().items():
-        actions = list(next(iter(by_seed.values())))
-        chances = [report.mean_of([row[action] for row in by_seed.values()]) for action in actions]
-        lines.append([when, frame, sentence, len(by_seed), *chances])
+        rows = [row for seed, row in by_seed.items() if first <= seed <= last]
+        actions = list(rows[0])
+        chances = [report.mean_of([row[action] for row in rows]) for action in actions]
+        lines.append([when, frame, sentence, len(rows), *chances])
     print(report.markdown([["when", "frame", "sentence", "runs", *actions], *lines]))
 
 
@@ -205,8 +206,8 @@ def main(argv=None):
             donor(folder)
         case ["players", env]:
             players(env)
-        case ["means"]:
-            means()
+        case ["means", first, last]:
+            means(int(first), int(last))
         case ["swapped"]:
             swapped()
         case _:

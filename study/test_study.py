@@ -145,7 +145,7 @@ def test_tables_of_sentences(tmp_path, monkeypatch, printed):
             lines.append(f"{seed},after,{frame},{sentence},{1 - chance:.1f},{chance}")
     path.write_text("\n".join(lines))
     monkeypatch.setattr(controls, "TABLE", path)
-    assert printed("means", main=controls.main) == [
+    assert printed("means", "3", "4", main=controls.main) == [
         f"| after | {ahead} | {ahead} | 2 | 0.150 | 0.850 |",
         f"| after | {ahead} | {none} | 2 | 0.600 | 0.400 |",
         f"| after | {none} | {ahead} | 2 | 0.400 | 0.600 |",
