@@ -1282,8 +1282,7 @@ PRESETS = {
 # And others of the toy in MiniWorld. A rollout without a success has nothing to learn from but noise. As the
 # toy acts at random at first, an action is several steps there.
 TOY_ROOMS = {
-    "OneRoom": {"action_repeat": 3, "total_timesteps": 30_720},
-    "Hallway": {"action_repeat": 2, "total_timesteps": 30_720},
+    **dict.fromkeys(["OneRoom", "Hallway"], {"action_repeat": 3, "total_timesteps": 30_720}),
     **dict.fromkeys(["FourRooms", "WallGap"], {"action_repeat": 3, "total_timesteps": 51_200}),
 }
 # Options that may differ when a run is resumed: they change how it is computed, not what.
