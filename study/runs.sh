@@ -22,8 +22,8 @@
 #   decides is said only as this table shows it. And their success on the prompts of a donor, who plays another room.
 # * Does it need the bias of the lesson? OneRoomUniform, whose lesson has each action equally often, seeds 10 to 14, described.
 # * Worlds: Hallway, FourRooms, WallGap, EZPoints and NumberLine, seeds 400 to 404, described, each beside its blind player.
-#   (The lesson and the options are OneRoom's, in FourRooms and WallGap with 51,200 steps. On the seeds 10 to 12 they were tried
-#   in Hallway, with actions of two steps too, in NumberLine and in EZPoints; in FourRooms and WallGap nothing was tried.)
+#   (The lesson and the options are OneRoom's, in FourRooms and WallGap with 51,200 steps. They were tried on seeds 10 to 12
+#   in Hallway (with actions of two steps too), 10 and 11 in NumberLine and EZPoints; in FourRooms and WallGap nothing was.)
 #
 # Which method, and which part of it? The rules, written on 2026-11-30 before the first of these runs; OneRoom, as above.
 # * Methods on one grid: VL-DAC, RL4VLM with lambda 0.5 and 1, one ratio for each response, no critic, and LOOP at equal
