@@ -21,15 +21,16 @@ By default 16 environments play 32 steps: a rollout of 512. One update is two ep
 optimizer steps. A run is 100 updates (the toy's in OneRoom: 60).
 
 Where the code differs from the paper or from its released code (github.com/corl-team/VL-DAC), a comment
-"Deviation n" says what it does and why; docs/details.md has more on each. The four largest:
+"Deviation n" says what it does and why; docs/details.md has more on each. The five largest:
 
 * Responses are sampled, not decoded greedily (4).
 * A response that names no action does nothing and costs its step (6).
+* The reward of a step that timed out is not learned from (9).
 * Every token of a response is in the loss (10).
 * L_KL is to the model without its LoRA, as in the released code, and not Eq. 5 (12).
 
-Letters: N environments, T steps per rollout, B environment steps (of a rollout or of a part of it), P prompt
-length, R response length (both padded; R_b that of response b), H hidden size. Tensors (T, N) and (B,) are
+Letters: N environments, T steps per rollout, B environment steps (all of a rollout or some), P prompt length,
+ R response length (both padded; R_b that of response b), H hidden size. Tensors (T, N) and (B,) are
 per environment step, (B, R) per token.
 The file follows the data: prompt and parser, policy, rollout, minibatches and scores, advantages, losses,
 update. The loop of `train` puts them together; one may begin there. Then come loading a model and what any
@@ -255,7 +256,8 @@ class VLMPolicy(nn.Module):
         self.processor = load_processor(args.model, args.max_image_tokens)
         self.tokenizer = self.processor.tokenizer
         # Three handles on one model: `vlm` generates, `vlm.model` gives hidden states, and `peft_model`
-        # switches the adapter, which PEFT has put inside `vlm`. What loads all this stands below `train`.
+        # switches the adapter, which PEFT has put inside `vlm`. What loads all this stands below `train`; a
+        # toy is a folder by now, which `new_run` has put into args.model.
         self.vlm = load_vlm(args)
         self.peft_model = add_lora(self.vlm, args)
         self.banned_ids = placeholder_ids(self.vlm.config)  # never sampled
@@ -306,7 +308,7 @@ class VLMPolicy(nn.Module):
         options = {"add_special_tokens": False, "return_tensors": "pt"}
         prompt = self.processor(text=[chat], images=[images], **options)
         # Prompts are kept for a whole update, so their pixels are in the model's type, to which it would cast
-        # them anyway (Gemma 4 after it has shifted them). Integers stay as they are.
+        # them anyway: half of the memory. Integers stay as they are.
         return dict(prompt.to(getattr(torch, self.args.dtype)))
 
     def inputs(self, prompts, responses=None) -> dict:
@@ -345,7 +347,8 @@ class VLMPolicy(nn.Module):
             output = self.vlm.generate(**inputs)  # (B, P + R)
         tokens = output[:, P:]
         stops = torch.isin(tokens, self.stop_ids).long()  # (B, R)
-        lengths = (stops.cumsum(1) == stops).sum(1)  # (B,): equal before the first stop and at it
+        # Equal before the first stop and at it, and nowhere later: 0 1 0 1 has the sums 0 1 1 2.
+        lengths = (stops.cumsum(1) == stops).sum(1)  # (B,)
         return [response[:length] for response, length in zip(tokens, lengths, strict=True)]
 
     def decode(self, responses) -> list[str]:
@@ -536,7 +539,7 @@ def make_minibatches(steps, args: Args) -> list:
 def score(policy, minibatches):
     """Complete the steps: values, and log-probabilities under the policy that sampled and under the base.
 
-    The log has the divergence from the base, even where the loss does without it (as with `--kl_ref old`).
+    The pass by the base is always made: the log shows the divergence even if the loss has none of it.
     """
     # generate() goes token by token, and rounds differently from the forward pass that is trained, so its
     # log-probabilities are not used.
@@ -598,8 +601,9 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     dones = torch.tensor([step.done for step in steps]).view(-1, N)
     timed_out = torch.tensor([step.timed_out for step in steps]).view(-1, N)
     # Deviation 9: the reward of a step that timed out is not learned from, in any world: it says little about
-    # the last actions. V(s_t) takes its place, so the advantage is 0 (before it is normalised; the step is
-    # trained like any other). Usual would be to keep the reward and to add gamma V(s_t+1).
+    # the last actions. V(s_t) takes its place. As the step is done, its advantage is V(s_t) - V(s_t) = 0, and
+    # the step before it bootstraps from V(s_t). (Then it is normalised, and trained like any other. Usual
+    # would be to keep the reward and to add gamma V(s_t+1).)
     rewards = torch.where(timed_out, values, rewards)
     last_values = last_values.cpu()
     advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
@@ -673,9 +677,9 @@ def kl_base(newlogprobs, baselogprobs, mask):
 
     newlogprobs, baselogprobs, mask  (B, R)
     The base is the model without its adapter, also in a run that started from a trained adapter. On tokens
-    sampled from `new` the value estimates D_KL(new || base), but the gradient is that of D_KL(base || new):
-    it pulls up what the base would say. After the first optimizer step both are biased, as the tokens are the
-    old policy's and are not reweighted.
+    sampled from `new` this number estimates D_KL(new || base). Its gradient is another one's, as sampling is
+    not differentiated: that of D_KL(base || new), which pulls up what the base would say. After the first
+    optimizer step both are biased, as the tokens are the old policy's and are not reweighted.
     Source: Schulman's estimator k3.
 
     >>> kl_base(torch.zeros(1, 1), torch.full((1, 1), math.log(2.0)), torch.ones(1, 1))  # 2 - log 2 - 1
@@ -707,7 +711,8 @@ def diagnostics(newlogprobs, logprobs, baselogprobs, mask, clip_coef) -> dict[st
 
     newlogprobs, logprobs, baselogprobs, mask  (B, R), as in `losses`
     With `old` for the policy that sampled, approx_kl estimates KL(old || current), kl_base KL(old || base)
-    and entropy that of `old`, per token. (The loss has the KL of the current policy.)
+    and entropy that of `old`, per token. (So kl_base is of the policy before the update. kl_loss, the KL in
+    the loss, is of the current one.)
     """
     logratio = newlogprobs - logprobs
     ratio = logratio.exp()
@@ -853,9 +858,8 @@ def train(args: Args, folder: Path):
         start = time.perf_counter()
         steps, last_prompts, episodes = collect(policy, players, args)
         collected = time.perf_counter()
-        # `minibatches` holds the Step objects of `steps` in random order, and the two calls after it write
-        # into them: `score` log-probabilities and values, in the batches that are trained, `add_advantages`
-        # advantages and returns, in the order of time.
+        # `minibatches` holds the same Step objects as `steps`, in random order. The next two calls complete
+        # them: `score` goes through the batches that will be trained, `add_advantages` through time.
         minibatches = make_minibatches(steps, args)
         score(policy, minibatches)
         stats = add_advantages(steps, policy.values(last_prompts), args)
