@@ -569,7 +569,7 @@ def gae(rewards, values, last_values, dones, gamma, gae_lambda):
     last_values      (N,)    V of the state after the rollout, ignored where its last step ended the episode
     dones            (T, N)  1 if the episode ended *with* step t (CleanRL stores it one step later)
     Returns advantages and returns = advantages + values, both (T, N). They are targets: pass detached values.
-    For a step that timed out the caller gives r_t = V(s_t) and dones = 1 (Deviation 9, below).
+    For a step that timed out the caller gives r_t = V(s_t) and dones = 1 (Deviation 9).
 
     >>> rewards, values = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.5], [0.5]])
     >>> gae(rewards, values, torch.tensor([9.0]), torch.tensor([[0], [1]]), gamma=1.0, gae_lambda=0.5)
@@ -625,9 +625,10 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
 
 
 def step_mean(x, mask):
-    """Mean over the tokens of each step, then over steps: (B, R), (B, R) -> scalar. Masked x may be NaN.
+    """Mean over the tokens of each step, then over steps: (B, R), (B, R) -> scalar.
 
-    So a long response weighs no more than a short one.
+    So a long response weighs no more than a short one. Masked x may be NaN; but if its gradient can be, mask
+    before what makes it so, as `policy_loss` does.
 
     >>> step_mean(torch.tensor([[1.0, 3.0], [4.0, math.nan]]), torch.tensor([[1, 1], [1, 0]]))
     tensor(3.)
