@@ -1,6 +1,6 @@
 """The study's tables and figures, of runs.csv.
 
-    python study/report.py runs NAME...         a row for each run
+    python study/report.py runs NAME...         a row for each method, in it each of its runs
     python study/report.py methods NAME...      a row for each method: means over its runs
     python study/report.py grid NAME...         a row for each method, a column for each learning rate
     python study/report.py pairs NAME...        each method against the first, seed by seed
@@ -222,12 +222,14 @@ def spread(values) -> str | None:
 
 
 def table(names) -> str:
-    """A row for each run. last 100: success of the last hundred episodes of training."""
-    lines = [["world", "method", "seed", "before", "after", "last 100", "over the run", "parsed"]]
+    """A row for each method: its seeds, and in their order what each of its runs has."""
+    lines = [["world", "method", "seeds", "before", "over the run", "after", "parsed"]]
     for (world, method), runs in load_runs(names).items():
-        for seed, run in runs.items():
-            rates = [run.before, run.after, run.rates[-1].item(), run.mean(), run.parsed]
-            lines.append([world, method, str(seed), *rates])
+        of_runs = [[run.before, run.mean(), run.after, run.parsed] for run in runs.values()]
+        cells = []
+        for column in zip(*of_runs, strict=True):
+            cells.append(None if None in column else " ".join(f"{x:.3f}" for x in column))
+        lines.append([world, method, " ".join(map(str, runs)), *cells])
     return markdown(lines)
 
 
