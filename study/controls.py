@@ -2,7 +2,7 @@
 
     python study/controls.py sentences runs/NAME    each action's probability, by frame and by sentence
     python study/controls.py donor runs/NAME        the trained policy on the prompts of another room
-    python study/controls.py players OneRoom        random actions, the best sequence found, the world's hints
+    python study/controls.py players OneRoom        random actions, the best blind list of actions, hints
     python study/controls.py means 400 409          of sentences.csv, these seeds: a row for each case
     python study/controls.py swapped                and for each seed: does the frame or the sentence decide?
 
@@ -116,7 +116,7 @@ def donor(folder):
 
 
 def successes(player, actions, seeds) -> int:
-    """In how many of the seeds' episodes this sequence of actions succeeds."""
+    """In how many of the seeds' episodes this list of actions succeeds."""
     count = 0
     for seed in seeds:
         player.reset(seed)
@@ -128,7 +128,7 @@ def successes(player, actions, seeds) -> int:
 
 
 def blind(env, candidates=1000, seeds=range(1000, 1200)) -> dict:
-    """The best sequence of actions that was found for a player who does not look, as a result of eval.py.
+    """The best list of actions that was found for a player who does not look, as a result of eval.py.
 
     Hill climbing: some actions in a row become one action, and stay so if no fewer episodes succeed.
     """
@@ -151,7 +151,7 @@ def blind(env, candidates=1000, seeds=range(1000, 1200)) -> dict:
         if count >= most:
             best, most = changed, count
     rate = successes(player, best, range(200)) / 200
-    result = {"command": "best without looking", "task": {"env": env}, "summary": {"success_rate": rate}}
+    result = {"command": "best blind list", "task": {"env": env}, "summary": {"success_rate": rate}}
     return result | {"actions": best}
 
 

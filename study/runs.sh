@@ -15,7 +15,7 @@
 # Default options but those below, 200 episodes in each evaluation, one thread. Every seed is reported.
 # * How sure is the README's command? OneRoom, seeds 400 to 429: how many end at 0.95 or more, with the interval of the count.
 # * Is it the reward that teaches? OneRoom, seeds 400 to 409. *Learned from reward* if at least nine of ten end at 0.9 or more,
-#   above their start and above the best blind player, which is the sequence of actions that `controls.py players` finds on other
+#   above their start and above the best blind player, which is the list of actions that `controls.py players` finds on other
 #   seeds; and if of ten runs in which a coin decides whether a success pays or costs (OneRoomCoin) none ends above that player.
 # * What has been learned? Of these ten runs, described: what is done at each kind of frame after each sentence, before and
 #   after training, also where frame and sentence do not fit each other (sentences.csv). Whether the frame or the sentence

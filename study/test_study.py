@@ -230,7 +230,7 @@ def test_players_who_have_learned_nothing(monkeypatch, capsys):
     monkeypatch.setattr(controls, "blind", lambda env: found)
     controls.main(["players", "NumberLine"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["command"] for line in lines] == ["random", "best without looking", "hint"]
+    assert [line["command"] for line in lines] == ["random", "best blind list", "hint"]
     rates = [line["summary"]["success_rate"] for line in lines]
     assert rates[0] < rates[1] == rates[2] == 1.0
 
