@@ -130,7 +130,8 @@ def successes(player, actions, seeds) -> int:
 def blind(env, candidates=1000, seeds=range(1000, 1200)) -> dict:
     """The best list of actions that was found for a player who does not look, as a result of eval.py.
 
-    Hill climbing: some actions in a row become one action, and stay so if no fewer episodes succeed.
+    Hill climbing, from the best one of the lists that the world's hints make in twenty episodes: some actions
+    in a row give way to one action, once or more often, and stay so if no fewer episodes succeed.
     """
     player = vldac.Player(vldac.parse_args(["--env", env, "--model", "tiny", "--device", "cpu"]))
     player.reset(0)
@@ -139,19 +140,31 @@ def blind(env, candidates=1000, seeds=range(1000, 1200)) -> dict:
     if isinstance(world, envs.MiniWorld):
         world.env.render_obs = lambda *_: frame
         world.env._render_static = lambda: None
-    rng = random.Random(0)
     actions, length = player.info["actions"], player.info["left"]
-    best = [rng.choice(actions)] * length
-    most = successes(player, best, seeds)
+
+    def whole(some):  # as long as an episode may be
+        return (some + some[-1:] * length)[:length]
+
+    best, most = [], -1
+    for seed in seeds[:20]:
+        player.reset(seed)
+        done = False
+        while not done:
+            _, done, _ = player.step(world.hint())
+        hints = whole(player.actions)
+        count = successes(player, hints, seeds)
+        if count > most:
+            best, most = hints, count
+    rng = random.Random(0)
     for _ in range(candidates):
         start, size = rng.randrange(length), 2 ** rng.randrange(6)
-        changed = best[:start] + [rng.choice(actions)] * size + best[start + size :]
-        changed = changed[:length]
+        rest = best[start + rng.choice([0, 1, size, 2 * size]) :]
+        changed = whole(best[:start] + [rng.choice(actions)] * size + rest)
         count = successes(player, changed, seeds)
         if count >= most:
             best, most = changed, count
     rate = successes(player, best, range(200)) / 200
-    result = {"command": "best blind list", "task": {"env": env}, "summary": {"success_rate": rate}}
+    result = {"command": "blind list found", "task": {"env": env}, "summary": {"success_rate": rate}}
     return result | {"actions": best}
 
 

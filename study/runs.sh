@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Every training run behind the pages since 2026-11-30, one on each core:  bash study/runs.sh
+# The study's runs since 2026-11-30, one on each core:  bash study/runs.sh
 # What study/runs.csv has is skipped, and what was stopped goes on, so it can be started again after any stop.
 # (older.md is of runs with other lessons and options: commit 945b993.)
 #
-# The rules, written on 2026-11-30 before the first of these runs. The settings were found on seeds 10 to 19, in OneRoom first.
+# The rules, written on 2026-11-30 before the first of these runs (what stands in brackets was added when rounds before them had
+# failed). The settings were found on seeds 10 to 19, in OneRoom first.
 # (By the same rules runs of other settings had begun twice, and were stopped. Actions of two steps, 32 environments, 30,720
 # steps: of eight runs, seeds 110 to 117, one ended at 0.160 and one at 0.920. Actions of three steps, 16 environments, 20,480
 # steps: of two, seeds 200 and 201, one ended at 0.375. The learning rate falls to 3e-5, and a slow seed began to learn when it
