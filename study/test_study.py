@@ -226,7 +226,8 @@ def test_a_player_acts_on_the_prompts_of_a_donor(tmp_path, monkeypatch):
 def test_players_who_have_learned_nothing(monkeypatch, capsys):
     """On the number line a list is found that reaches every number: to one end, and then to the other."""
     found = controls.blind("NumberLine", candidates=300, seeds=range(1000, 1100))
-    assert found["summary"]["success_rate"] == 1.0 and "".join(found["actions"]) in ("+++++-----", "-----+++++")
+    assert found["summary"]["success_rate"] == 1.0
+    assert "".join(found["actions"]) in ("+++++-----", "-----+++++")
     monkeypatch.setattr(controls, "blind", lambda env: found)
     controls.main(["players", "NumberLine"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
