@@ -2850,11 +2850,17 @@ def test_the_pages_world_runs(run):
 
 
 def test_the_notebook_s_program_acts(tmp_path, model, monkeypatch, capsys):
+    """And it saves the adapter of a run that was stopped."""
     start(tmp_path / "runs", model, "NumberLine", name="NumberLine-tiny-0")
+    shutil.copytree(tmp_path / "runs" / "NumberLine-tiny-0", tmp_path / "runs" / "NAME")
+    shutil.rmtree(tmp_path / "runs" / "NAME" / "adapter")
     monkeypatch.chdir(tmp_path)
     [program] = re.findall(r"```python\n(import vldac.*?)```", GUIDE, re.S)
     exec(program.replace("OneRoom", "NumberLine"), {})
     assert "->" in capsys.readouterr().out.splitlines()[-1]
+    folders = [Path("runs", name, "adapter") for name in ("NumberLine-tiny-0", "NAME")]
+    whole, stopped = ((folder / "adapter_model.safetensors").read_bytes() for folder in folders)
+    assert whole == stopped
 
 
 def test_the_readme_s_loss_can_be_copied():
