@@ -30,8 +30,8 @@ Where the code differs from the paper or from its released code (github.com/corl
 * L_KL is to the model without its LoRA, as in the released code, and not Eq. 5 (12).
 
 Letters: N environments, T steps per rollout, B environment steps (all of a rollout or some), P prompt length,
- R response length (both padded; R_b that of response b), H hidden size. Tensors (T, N) and (B,) are
-per environment step, (B, R) per token.
+R response length (both padded; R_b that of response b), H hidden size. Tensors (T, N) and (B,) are per
+environment step, (B, R) per token.
 The file follows the data: prompt and parser, policy, rollout, minibatches and scores, advantages, losses,
 update. The loop of `train` puts them together; one may begin there. Then come loading a model and what any
 training program has. The environments, called worlds, are in envs.py.
@@ -308,7 +308,7 @@ class VLMPolicy(nn.Module):
         options = {"add_special_tokens": False, "return_tensors": "pt"}
         prompt = self.processor(text=[chat], images=[images], **options)
         # Prompts are kept for a whole update, so their pixels are in the model's type, to which it would cast
-        # them anyway: half of the memory. Integers stay as they are.
+        # them anyway: bfloat16 takes half of the memory. Integers stay as they are.
         return dict(prompt.to(getattr(torch, self.args.dtype)))
 
     def inputs(self, prompts, responses=None) -> dict:
