@@ -2,15 +2,14 @@
 
     python study/report.py runs NAME...         a row for each method, in it each of its runs
     python study/report.py methods NAME...      a row for each method: means over its runs
-    python study/report.py grid NAME...         a row for each method, a column for each learning rate
     python study/report.py pairs NAME...        each method against the first, seed by seed
-    python study/report.py reached 0.95 NAME... how many of a method's runs end there or above
     python study/report.py plot NAME...         learning curves, and the players of players.jsonl
+    python study/report.py ends NAME...         success after training of each run, by learning rate
     python study/report.py forest NAME...       the table `pairs` as a figure
     python study/report.py rows runs/A runs/B   logs as rows of runs.csv, without its header
 
-A name is a world and a method, like OneRoom/vldac.py, and perhaps seeds: OneRoom/vldac.py@400-409. After plot
-and forest, --out FILE comes last.
+A name is a world and a method, like OneRoom/vldac.py, and perhaps seeds: OneRoom/vldac.py@400-409.
+After plot, ends and forest, --out FILE comes last.
 """
 
 import csv
@@ -30,7 +29,6 @@ sys.path += [str(ROOT), str(ROOT / "extras")]
 import plot as curves  # noqa: E402
 
 from envs import UserError, check, exit_with  # noqa: E402
-from eval import wilson  # noqa: E402
 
 RUNS = ROOT / "study" / "runs.csv"
 PLAYERS = ROOT / "study" / "players.jsonl"
@@ -249,22 +247,6 @@ def methods(names) -> str:
     return markdown(lines)
 
 
-def grid(names) -> str:
-    """A row for each method, a column for each learning rate: success after training, its mean and spread."""
-    cells, rates = {}, []
-    for (_, name), runs in load_runs(names).items():
-        rate = re.search(r":learning_rate=([^:]+)", name)
-        rate = rate[1] if rate else "default"
-        method = re.sub(r":(final_)?learning_rate=[^:]+", "", name)
-        cells[method, rate] = spread([run.after for run in runs.values()])
-        rates.append(rate)
-    rates = list(dict.fromkeys(rates))  # each once
-    lines = [["method", *rates]]
-    for method in dict.fromkeys(method for method, _ in cells):
-        lines.append([method, *[cells.get((method, rate)) for rate in rates]])
-    return markdown(lines)
-
-
 def pairs_of(names) -> list[tuple[str, str, list[float]]]:
     """Each method but the first, and by how much its success over the run is above the first one's.
 
@@ -302,32 +284,42 @@ def pairs(names) -> str:
     return markdown(lines)
 
 
-def reached(rate, names) -> str:
-    """A row for each method: how many of its runs end at this success or above.
-
-    95 %  the interval of the chance behind this count (Wilson 1927)
-    """
-    check(re.fullmatch(r"[01](\.\d+)?", rate), f"after `reached` a rate, like 0.95, and not {rate}")
-    lines = [["world", "method", "runs", f"end at {rate} or above", "95 %"]]
-    for (world, method), runs in load_runs(names).items():
-        count = sum(run.after >= float(rate) for run in runs.values())
-        lines.append([world, method, len(runs), count, from_to(wilson(count, len(runs)))])
-    return markdown(lines)
-
-
 def plot(names, out):
-    """Learning curves. Methods of one world have a panel each, else a world and its players have one."""
-    by_method = load_runs(names)
-    runs = [run for runs in by_method.values() for run in runs.values()]
-    worlds = {world for world, _ in by_method}
-    results = []
-    if len(worlds) == 1 < len(by_method):
-        for run in runs:
-            run.world = run.method
-    else:
-        results = [json.loads(line) for line in PLAYERS.read_text().splitlines()]
-        results = [result for result in results if result["task"]["env"] in worlds]
+    """Learning curves, and the players of these worlds: a panel for each world."""
+    runs = [run for runs in load_runs(names).values() for run in runs.values()]
+    worlds = {run.world for run in runs}
+    results = [json.loads(line) for line in PLAYERS.read_text().splitlines()]
+    results = [result for result in results if result["task"]["env"] in worlds]
     curves.plot(runs, results, out)
+
+
+def dots(axis, y, values):
+    """Values as dots in a row of a figure, and their mean as a diamond."""
+    axis.plot(values, [y] * len(values), "o", color="0.6", markersize=3)
+    axis.plot(np.mean(values), y, "D", color="C0")
+
+
+def ends(names, out):
+    """Success after training: a panel for each learning rate, in it a row for each method."""
+    from matplotlib.figure import Figure
+
+    cells = {}
+    for (_, name), runs in load_runs(names).items():
+        rate = re.search(r":learning_rate=([^:]+)", name)
+        method = re.sub(r":(final_)?learning_rate=[^:]+", "", name)
+        cells[method, rate[1] if rate else "default"] = [run.after for run in runs.values()]
+    methods, rates = [list(dict.fromkeys(column)) for column in zip(*cells, strict=True)]  # each once
+    figure = Figure(figsize=(9, 0.9 + 0.3 * len(methods)), layout="constrained")
+    axes = figure.subplots(1, len(rates), sharex=True, sharey=True, squeeze=False)[0]
+    for axis, rate in zip(axes, rates, strict=True):
+        axis.set(title=f"learning rate: {rate}", xlabel="success after training", xlim=(-0.02, 1.02))
+        axis.grid(alpha=0.3)
+    for (method, rate), successes in cells.items():
+        dots(axes[rates.index(rate)], methods.index(method), successes)
+    axes[0].set_yticks(range(len(methods)), methods, fontsize=8)
+    axes[0].invert_yaxis()
+    figure.savefig(out, dpi=200)
+    print(out)
 
 
 def forest(names, out):
@@ -338,8 +330,7 @@ def forest(names, out):
     figure = Figure(figsize=(7, 0.8 + 0.3 * len(found)), layout="constrained")
     axis = figure.add_subplot()
     for y, (_, _, differences) in enumerate(found):
-        axis.plot(differences, [y] * len(differences), "o", color="0.6", markersize=3)
-        axis.plot(np.mean(differences), y, "D", color="C0")
+        dots(axis, y, differences)
         if interval(differences):
             axis.plot(interval(differences), [y, y], color="C0")
     labels = [f"{world}/{method}" for world, method, _ in found]
@@ -352,14 +343,12 @@ def forest(names, out):
 
 
 def main(argv=None):
-    tables = {"runs": table, "methods": methods, "grid": grid, "pairs": pairs}
-    figures = {"plot": plot, "forest": forest}
+    tables = {"runs": table, "methods": methods, "pairs": pairs}
+    figures = {"plot": plot, "ends": ends, "forest": forest}
     try:
         match sys.argv[1:] if argv is None else argv:
             case [command, *names] if command in tables and names:
                 print(tables[command](names))
-            case ["reached", rate, *names] if names:
-                print(reached(rate, names))
             case [command, *names, "--out", out] if command in figures and names:
                 figures[command](names, out)
             case ["rows", *folders] if folders:

@@ -80,16 +80,6 @@ def test_tables_of_runs_and_of_methods(tmp_path, capsys, printed, write_table):
         assert f"runs.csv has no {name.split('@')[0]}" in refused(["runs", name], capsys, report.main)
 
 
-def test_a_grid_of_learning_rates(printed, write_table):
-    """Some methods have not been run with all rates."""
-    ends = [("A", 0.5), ("A:learning_rate=2:final_learning_rate=1", 0.25), ("A:b=1", 1.0)]
-    write_table([f"Room,{method},0,,9,,,,{after},0,," for method, after in ends])
-    assert printed("grid", *[f"Room/{method}" for method, _ in ends]) == [
-        "| A | 0.500 (0.500 to 0.500) | 0.250 (0.250 to 0.250) |",
-        "| A:b=1 | 1.000 (1.000 to 1.000) | - |",
-    ]
-
-
 def test_pairs_of_runs(tmp_path, capsys, printed, write_table):
     """By hand: until the fourth update all have 0.2. Over the run that is 0.225 or, of the others, more.
 
@@ -107,10 +97,6 @@ def test_pairs_of_runs(tmp_path, capsys, printed, write_table):
         "| Room | B | 2 | 0.037 (0.025 to 0.050) | - | 2 | 0.5 | 1 |",
         "| Room | C | 1 | 0.000 (0.000 to 0.000) | - | 0 | 1 | 1 |",
     ]
-    assert printed("reached", "0.4", "Room/A", "Room/B") == [  # 0, 0 and 0.4, 0.2, 0.6
-        "| Room | A | 2 | 0 | 0.000 to 0.658 |",
-        "| Room | B | 3 | 2 | 0.208 to 0.939 |",
-    ]
     for right, wrong, message in [
         ("Room,B,1,4,4", "Room,B,1,4,5", "Room/B, seed 1: it is not as long as Room/A"),
         ("Room,B,", "Room,B,9", "Room/B shares no seed with Room/A"),
@@ -120,18 +106,20 @@ def test_pairs_of_runs(tmp_path, capsys, printed, write_table):
 
 
 def test_figures(tmp_path, monkeypatch, capsys, write_table):
-    """Of one world a panel for each method, of several one for each world."""
-    panels = []
-    monkeypatch.setattr(report.curves, "plot", lambda runs, *_: panels.append({run.world for run in runs}))
+    """Learning curves come with the players of their worlds."""
+    plotted = []
+    monkeypatch.setattr(report.curves, "plot", lambda runs, results, out: plotted.append((runs, results)))
     report.main(["rows", *write_runs(tmp_path)[:4]])
     write_table(capsys.readouterr().out.splitlines())
-    one_world = ["NumberLine/tiny", "NumberLine/LOOP"]
-    report.main(["plot", *one_world, "--out", "curves.png"])
-    report.main(["plot", *one_world, "OneRoom/LOOP", "--out", "curves.png"])
-    assert panels == [{"tiny", "LOOP"}, {"NumberLine", "OneRoom"}]
+    names = ["NumberLine/tiny", "NumberLine/LOOP"]
+    report.main(["plot", *names, "--out", "curves.png"])
+    [(runs, results)] = plotted
+    assert [(run.method, len(run.steps)) for run in runs] == [("tiny", 5), ("tiny", 5), ("LOOP", 5)]
+    assert {result["task"]["env"] for result in results} == {"NumberLine"}
     pytest.importorskip("matplotlib")
-    report.main(["forest", *one_world, "--out", str(tmp_path / "forest.png")])
-    assert (tmp_path / "forest.png").exists()
+    for command in ("ends", "forest"):
+        report.main([command, *names, "--out", str(tmp_path / f"{command}.png")])
+        assert (tmp_path / f"{command}.png").exists()
 
 
 def test_tables_of_sentences(tmp_path, monkeypatch, printed):
