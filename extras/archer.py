@@ -9,14 +9,16 @@ buffer holds vectors and no frames, and they stay what they are while LoRA learn
     python extras/archer.py --env OneRoom --buffer 512    little but the newest rollout, as in VL-DAC's paper
 
 Not as in its authors' code:
-* their critic is a language model of its own, and trained as a whole;
-* V learns from the newest rollout, and the actor from its states, once. They take states of the buffer many
-  times, and sample a response to each, so many times as many responses as a rollout has;
+* their critic is a language model of its own, trained as a whole, and encodes the response alone;
+* V learns from the newest rollout, and the actor from its states, once, in minibatches as VL-DAC's. They take
+  states of the buffer many times, and sample a response to each;
 * the critic leaves out a step that timed out, as VL-DAC learns nothing from its reward. To them it is an end;
-* KL term and cosine are VL-DAC's, as in its paper (beside a sum of log-probabilities, the KL, a mean over the
-  tokens, weighs less), and the critic has the actor's learning rate.
-In the first --value_warmup updates only the critic learns. gae_lambda, clip_coef, stop_grad and --kl_ref old
-have no effect. It has a `train` of its own, and replaces vldac.policy_loss.
+* the KL term, the cosine and the rates are VL-DAC's, and the critic has the actor's rate. They have no KL,
+  and constant rates. (The KL is a mean over the tokens, beside a sum of log-probabilities.) Advantages are
+  not normalised, as theirs.
+In the first --value_warmup updates only the critic learns, as one-step TD carries a reward back slowly.
+gae_lambda, clip_coef and stop_grad have no effect. It has a `train` of its own, and replaces
+vldac.policy_loss.
 """
 
 import copy
@@ -46,14 +48,17 @@ class Args(vldac.Args):
     buffer: int = 100_000  # environment steps that Q learns from, the newest ones
     critic_steps: int = 50  # optimizer steps of the critic in an update
     tau: float = 0.1  # after each of them: target += tau * (critic - target)
-    gamma: float = 0.95
-    update_epochs: int = 1  # passes over the actor's responses
+    gamma: float = 0.95  # card games: 1
+    value_warmup: int = 10  # of its authors' programs
+    update_epochs: int = 1  # responses are used once
     vf_coef: float = 0.0  # the value head of vldac.py is not used
 
     def __post_init__(self):
         super().__post_init__()
         check(self.buffer >= self.num_envs * self.num_steps, "--buffer must hold a whole rollout")
+        check(self.update_epochs == 1, "responses are used once: no --update_epochs")
         check(self.vf_coef == 0, "there is no value head, so no --vf_coef")
+        check(self.kl_ref == "base", "there is no older policy, so no --kl_ref old")
 
 
 class Critic(nn.Module):
@@ -119,19 +124,8 @@ def transitions(policy, steps, last_prompts):
     return torch.cat([states, responses, next_states, ends], 1)[kept]
 
 
-def q_targets(rewards, dones, next_values, gamma):
-    """r + gamma V(s'), and r at an episode's end: (B,), (B,), (2, B) -> (2, B), of Q1 and Q2.
-
-    >>> next_values = torch.tensor([[4.0, 9.0], [6.0, 9.0]])
-    >>> q_targets(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), next_values, gamma=0.5)
-    tensor([[2., 1.],
-            [3., 1.]])
-    """
-    return rewards + gamma * (1 - dones) * next_values
-
-
 def critic_loss(critic, target, replayed, newest, gamma):
-    """Squared errors of each Q on rows of the buffer, and of each V on rows of the newest rollout.
+    """Squared errors of Q on rows of the buffer, and of V on rows of the newest rollout, both networks added.
 
     The target of V(s) is Q of s and a response of today's policy, which only the newest rows have.
     """
@@ -139,11 +133,11 @@ def critic_loss(critic, target, replayed, newest, gamma):
     states, responses, next_states, rewards, dones = replayed.split([H, H, H, 1, 1], 1)
     new_states, new_responses, _ = newest.split([H, H, H + 2], 1)
     with torch.no_grad():
-        of_q = q_targets(rewards[:, 0], dones[:, 0], target.v(next_states), gamma)  # (2, B)
+        of_q = rewards[:, 0] + gamma * (1 - dones[:, 0]) * target.v(next_states)  # (2, B)
         of_v = target.q(new_states, new_responses)  # (2, B)
     q_errors = critic.q(states, responses) - of_q
     v_errors = critic.v(new_states) - of_v
-    return q_errors.pow(2).mean(1).sum() + v_errors.pow(2).mean(1).sum()
+    return q_errors.pow(2).mean(1).sum(), v_errors.pow(2).mean(1).sum()
 
 
 @torch.no_grad()
@@ -153,20 +147,20 @@ def polyak(target, critic, tau):
         old.lerp_(new, tau)
 
 
-def train_critic(critic, target, optimizer, buffer, newest, args) -> float:
-    """`critic_steps` optimizer steps, each on 256 random rows of both. Returns their mean loss."""
+def train_critic(critic, target, optimizer, buffer, newest, args) -> dict[str, float]:
+    """`critic_steps` optimizer steps, each on 256 random rows of both. Returns mean losses for the log."""
     losses = []
     for _ in range(args.critic_steps):
         replayed = buffer[torch.randint(len(buffer), (256,))]
         some_of_newest = newest[torch.randint(len(newest), (256,))]
-        loss = critic_loss(critic, target, replayed, some_of_newest, args.gamma)
+        q_loss, v_loss = critic_loss(critic, target, replayed, some_of_newest, args.gamma)
         optimizer.zero_grad()
-        loss.backward()
+        (q_loss + v_loss).backward()
         nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm, error_if_nonfinite=True)
         optimizer.step()
         polyak(target, critic, args.tau)
-        losses.append(loss.item())
-    return np.mean(losses).item()
+        losses.append([q_loss.item(), v_loss.item()])
+    return dict(zip(["q_loss", "v_loss"], np.mean(losses, 0).tolist(), strict=True))
 
 
 def reinforce_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
@@ -181,13 +175,14 @@ def reinforce_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
 
 def train_actor(policy, critic, optimizer, steps, args) -> dict[str, float]:
     """An optimizer step for each minibatch of states, on responses that are sampled just before it."""
-    logs = []
+    logs, all_advantages = [], []
     for indices in torch.randperm(len(steps)).split(args.minibatch_size):
         states = [steps[i] for i in indices.tolist()]
         prompts, responses = [step.prompt for step in states], []
         for start in range(0, len(prompts), args.num_envs):
             responses += policy.sample(prompts[start : start + args.num_envs])
         advantages = critic.advantages(*features(policy, prompts, responses)).tolist()
+        all_advantages += advantages
         fresh = []
         for step, tokens, advantage in zip(states, responses, advantages, strict=True):
             fresh.append(dataclasses.replace(step, tokens=tokens, advantage=advantage))
@@ -197,7 +192,12 @@ def train_actor(policy, critic, optimizer, steps, args) -> dict[str, float]:
             step.return_ = step.value  # not used: the value loss has the weight 0
         with replaced(policy_loss=reinforce_loss):
             logs.append(vldac.update(policy, optimizer, minibatch, args))
-    return {name: np.mean([log[name] for log in logs]).item() for name in logs[0]}
+    means = {name: np.mean([log[name] for log in logs]).item() for name in logs[0]}
+    spread = {
+        "advantage_mean": np.mean(all_advantages).item(),
+        "advantage_std": np.std(all_advantages).item(),
+    }
+    return means | spread
 
 
 def train(args, folder):
@@ -211,6 +211,11 @@ def train(args, folder):
     target = copy.deepcopy(critic)
     critic_optimizer = torch.optim.Adam(critic.parameters())
     parts = {"critic": critic, "target": target, "critic_optimizer": critic_optimizer}
+
+    def save(**state):
+        saved = {name: part.state_dict() for name, part in parts.items()}
+        vldac.save_checkpoint(folder, policy, optimizer, players, **state, **saved)
+
     rollout_steps = args.num_envs * args.num_steps
     num_updates = args.total_timesteps // rollout_steps
     if (folder / "checkpoint.pt").exists():
@@ -224,6 +229,7 @@ def train(args, folder):
         row = {"update": 0, "global_step": 0} | vldac.evaluate_for_log(policy, eval_players)
         vldac.write_row(folder, row, args)
         state = {"update": 0, "recent": [], "buffer": torch.zeros(0)}
+        save(**state)
     recent, buffer = state["recent"], state["buffer"].to(args.device)
 
     for u in range(state["update"] + 1, num_updates + 1):
@@ -235,8 +241,8 @@ def train(args, folder):
         steps, last_prompts, episodes = vldac.collect(policy, players, args)
         collected = time.perf_counter()
         newest = transitions(policy, steps, last_prompts)
-        buffer = torch.cat([buffer, newest])[-args.buffer :]
-        stats = {"critic_loss": train_critic(critic, target, critic_optimizer, buffer, newest, args)}
+        buffer = torch.cat([buffer, newest])[-args.buffer :].clone()  # without the rows that are left out
+        stats = train_critic(critic, target, critic_optimizer, buffer, newest, args)
         ended = {i % args.num_envs for i, step in enumerate(steps) if step.done and not step.timed_out}
         stats["outcomes"] = len(ended) / args.num_envs
         scored = time.perf_counter()
@@ -256,10 +262,7 @@ def train(args, folder):
             row |= vldac.evaluate_for_log(policy, eval_players)
             vldac.save_adapter(policy, folder / ("adapter" if last else f"adapter-{row['global_step']}"))
         vldac.write_row(folder, row, args)
-        saved = {name: part.state_dict() for name, part in parts.items()}
-        vldac.save_checkpoint(
-            folder, policy, optimizer, players, update=u, recent=recent, buffer=buffer, **saved
-        )
+        save(update=u, recent=recent, buffer=buffer)
 
 
 def main(argv=None):

@@ -226,9 +226,9 @@ def test_the_critic_of_archer_by_hand():
     of_q1 = ((7 - (0.5 + 0.5 * 6)) ** 2 + (1 - 1) ** 2) / 2
     of_q2 = ((1 - (0.5 + 0.5 * 3)) ** 2 + (2 - 1) ** 2) / 2
     of_v1, of_v2 = (6 - 5) ** 2, (3 - 2) ** 2
-    loss = archer.critic_loss(critic, target, replayed, newest, gamma=0.5)
-    assert loss.item() == of_q1 + of_q2 + of_v1 + of_v2
-    loss.backward()
+    q_loss, v_loss = archer.critic_loss(critic, target, replayed, newest, gamma=0.5)
+    assert (q_loss.item(), v_loss.item()) == (of_q1 + of_q2, of_v1 + of_v2)
+    (q_loss + v_loss).backward()
     assert all(parameter.grad is None for parameter in target.parameters())
     critic.q_heads[0][0].bias.data.fill_(8.0)
     archer.polyak(target, critic, 0.25)
@@ -304,7 +304,7 @@ def test_the_actor_of_archer_answers_anew(model, monkeypatch):
     assert [what for what, _ in happened] == ["sampled", "trained"] * (len(steps) // 2)
     assert [tokens for _, tokens in happened[::2]] == [tokens for _, tokens in happened[1::2]]
     assert all(step.tokens is tokens for step, tokens in zip(steps, before, strict=True))
-    assert log["ratio_first"] == 0
+    assert (log["ratio_first"], log["advantage_mean"], log["advantage_std"]) == (0, 1, 0)
     new, _, _ = scored(policy, trained[0])
     assert (new - column(trained[0], "logprobs")).sum() > 0
 
@@ -316,12 +316,13 @@ def test_a_run_of_archer_that_was_killed_goes_on(run, tmp_path, monkeypatch, cap
     folder, (_, *rows) = run(TROUBLED, *options, name="whole", main=archer.main)
     norms = [row["losses/grad_norm_lora"] > 0 for row in rows if "losses/grad_norm_lora" in row]
     assert norms == [True] * 3  # none in the warm-up
-    assert len({row["losses/critic_loss"] for row in rows}) == 4
+    assert all(len({row[f"losses/{name}_loss"] for row in rows}) == 4 for name in "qv")
     assert len(torch.load(folder / "checkpoint.pt")["buffer"]) == 12
     part = killed_and_resumed(run, options, archer.main, tmp_path, monkeypatch)
     same_runs(folder, part)
-    for words in (["--buffer", "511"], ["--vf_coef", "0.1"]):
-        refused(["--env", CORRIDOR, *words], capsys, archer.main)
+    refusals = {"buffer": "511", "update_epochs": "2", "vf_coef": "0.1", "kl_ref": "old"}
+    for option, value in refusals.items():
+        assert f"--{option}" in refused(["--env", CORRIDOR, f"--{option}", value], capsys, archer.main)
 
 
 BOOTSTRAP, END, TIME_OUT = (False, False), (True, False), (True, True)
