@@ -38,8 +38,8 @@
 # * Which part? VL-DAC without one of its parts, at the default rate, seeds 140 to 144, each beside VL-DAC's own: no KL; the
 #   KL of Eq. 5; no warm-up; no stop-gradient; one-step TD (lambda 0); time-outs that are learned from; a value for each token
 #   (lambda taken per step). Described.
-# * ArCHer, at the grid's three rates (of actor and critic), with a buffer for all steps and with one of 512, seeds 140 to 144,
-#   described beside the grid. If it does not learn: does the critic's loss fall, is its advantage above 0 where a success
+# * ArCHer, at the grid's three rates (of actor and critic), with a buffer for all steps and with one of 512, with its authors'
+#   longer warm-up (ten updates), seeds 140 to 144, described beside the grid. If it does not learn: does the critic's loss fall, is its advantage above 0 where a success
 #   follows, and does the policy move?
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -108,23 +108,29 @@ queue() { # a line each: a call of `run` or `players`. Seeds side by side, so th
     method=${method// --/:}
     each OneRoom "${method// /=}" "$seeds" "$program" --env OneRoom "$@"
   }
-  local rates
-  for rates in "" "--learning_rate 4.5e-3 --final_learning_rate 9e-5" "--learning_rate 5e-4 --final_learning_rate 1e-5"; do
-    named "$(echo {140..144})" vldac.py $rates
-    named "$(echo {140..144})" extras/rl4vlm.py --thought_coef 0.5 $rates
-    named "$(echo {140..144})" extras/rl4vlm.py --thought_coef 1 $rates
-    named "$(echo {140..144})" extras/response_ratio.py $rates
-    named "$(echo {140..144})" extras/critic.py --critic none $rates
-    named "$(echo {140..144})" extras/loop.py $rates
-    named "$(echo {140..144})" extras/archer.py --buffer 100000 $rates
-    named "$(echo {140..144})" extras/archer.py --buffer 512 $rates
-  done
-  local part
+  local seeds rates part
+  seeds=$(echo {140..144})
+  compared() { # RATES...: a column of the grid
+    named "$seeds" vldac.py "$@"
+    named "$seeds" extras/rl4vlm.py --thought_coef 0.5 "$@"
+    named "$seeds" extras/rl4vlm.py --thought_coef 1 "$@"
+    named "$seeds" extras/response_ratio.py "$@"
+    named "$seeds" extras/critic.py --critic none "$@"
+    named "$seeds" extras/loop.py "$@"
+  }
+  local thrice="--learning_rate 4.5e-3 --final_learning_rate 9e-5" third="--learning_rate 5e-4 --final_learning_rate 1e-5"
+  compared
   for part in "--kl_coef 0" "--kl_ref old" "--value_warmup 0" "--stop_grad false" "--gae_lambda 0"; do
-    named "$(echo {140..144})" vldac.py $part
+    named "$seeds" vldac.py $part
   done
-  named "$(echo {140..144})" extras/critic.py --critic token-per-step
-  each OneRoomTimeOut vldac.py "$(echo {140..144})" vldac.py --env ${room}TimeOut-v0 $steps
+  named "$seeds" extras/critic.py --critic token-per-step
+  each OneRoomTimeOut vldac.py "$seeds" vldac.py --env ${room}TimeOut-v0 $steps
+  compared $thrice
+  compared $third
+  for rates in "" "$thrice" "$third"; do
+    named "$seeds" extras/archer.py --buffer 100000 $rates
+    named "$seeds" extras/archer.py --buffer 512 $rates
+  done
 }
 
 # What fails is reported and tried again next time; the rest goes on, and the script ends with an error.
