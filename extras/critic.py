@@ -5,9 +5,9 @@
 token           V_{t,i} is the value head on the state before token i (from 0) of step t, so V_{t,0} is
                 VL-DAC's V(s_t). GAE goes from token to token, and decays by lambda at each of them.
 token-per-step  the same with lambda^(1/R_t), R_t tokens in the response: a step decays as in VL-DAC.
-none            V = 0, and there is no value loss: an advantage is the sum of the rewards that follow in the
-                rollout, discounted by gamma * lambda a step (0.94 by default; with --gae_lambda 1 by gamma),
-                and a step that timed out adds 0.
+none            V = 0, and there is no value loss (--vf_coef has no effect): an advantage is the sum of the
+                rewards that follow in the rollout, discounted by gamma * lambda a step (0.94 by default; with
+                --gae_lambda 1 by gamma), and a step that timed out adds 0.
 
 It replaces vldac.VLMPolicy, and for values of tokens vldac.add_advantages and vldac.losses. (A page by
 extras/page.py has advantages per step.)
