@@ -1008,8 +1008,8 @@ def make_env(
 ) -> gym.Env:
     """A world by its name here ("OneRoom"), or any environment by its Gymnasium id ("FrozenLake-v1").
 
-    max_episode_steps  time limit in actions; None: the world's own. A limit of the game, of the simulator or
-                       of the registration cannot be exceeded
+    max_episode_steps  time limit in actions, in MiniWorld in steps of its simulator; None: the world's own. A
+                       limit of the game, of the simulator or of the registration cannot be exceeded
     invalid_reward     for an action that is not admissible; None: the world's own
     split              "train" or "eval": of ALFWorld's games or WebShop's goals; other worlds ignore it
     action_repeat      steps of MiniWorld's simulator for an action

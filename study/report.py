@@ -294,9 +294,9 @@ def plot(names, out):
 
 
 def dots(axis, y, values):
-    """Values as dots in a row of a figure, and their mean as a diamond."""
-    axis.plot(values, [y] * len(values), "o", color="0.6", markersize=3)
-    axis.plot(np.mean(values), y, "D", color="C0")
+    """Values as dots in a row of a figure, and their mean as a stroke."""
+    axis.plot(values, [y] * len(values), "o", color="C0", alpha=0.5, markeredgewidth=0, markersize=5)
+    axis.plot(np.mean(values), y, "|", color="0", markersize=11, markeredgewidth=1.5)
 
 
 def ends(names, out):
@@ -317,13 +317,13 @@ def ends(names, out):
     for (method, rate), successes in cells.items():
         dots(axes[rates.index(rate)], methods.index(method), successes)
     axes[0].set_yticks(range(len(methods)), methods, fontsize=8)
-    axes[0].invert_yaxis()
+    axes[0].set_ylim(len(methods) - 0.5, -0.5)  # the first one on top
     figure.savefig(out, dpi=200)
     print(out)
 
 
 def forest(names, out):
-    """Differences over the run: pairs as dots, means as diamonds, 95 % intervals of the means as lines."""
+    """Differences over the run: pairs as dots, means as strokes, 95 % intervals of the means as lines."""
     from matplotlib.figure import Figure
 
     found = pairs_of(names)
@@ -335,7 +335,7 @@ def forest(names, out):
             axis.plot(interval(differences), [y, y], color="C0")
     labels = [f"{world}/{method}" for world, method, _ in found]
     axis.set_yticks(range(len(found)), labels, fontsize=8)
-    axis.invert_yaxis()
+    axis.set_ylim(len(found) - 0.5, -0.5)  # the first one on top
     axis.axvline(0, color="0", linewidth=0.8)
     axis.set_xlabel("success over the run, less the first method's")
     figure.savefig(out, dpi=200)
