@@ -38,6 +38,8 @@
 # * Which part? VL-DAC without one of its parts, at the default rate, seeds 140 to 144, each beside VL-DAC's own: no KL; the
 #   KL of Eq. 5; no warm-up; no stop-gradient; one-step TD (lambda 0); time-outs that are learned from; a value for each token
 #   (lambda taken per step). Described.
+#   (Added when RL4VLM had been seen to lose its format at the default rate: with nine times the KL coefficient, 0.27. Its
+#   gradient is a sum over a response's tokens, about nine, and the KL a mean over them. So the KL weighs less than in VL-DAC.)
 # * ArCHer, at the grid's three rates (of actor and critic), with a buffer for all steps and with one of 512, with its authors'
 #   longer warm-up (ten updates), seeds 140 to 144, described beside the grid. If it does not learn: does the critic's loss fall, is its advantage above 0 where a success
 #   follows, and does the policy move?
@@ -124,6 +126,7 @@ queue() { # a line each: a call of `run` or `players`. Seeds side by side, so th
     named "$seeds" vldac.py $part
   done
   named "$seeds" extras/critic.py --critic token-per-step
+  named "$seeds" extras/rl4vlm.py --thought_coef 0.5 --kl_coef 0.27
   each OneRoomTimeOut vldac.py "$seeds" vldac.py --env ${room}TimeOut-v0 $steps
   compared $thrice
   compared $third
