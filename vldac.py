@@ -5,7 +5,8 @@ vision-language model (VLM) to act. At environment step t the model sees a promp
 writes a response a_t, the tokens a_t^1 a_t^2 ...; the action parsed from it moves the environment, which pays
 the reward r_t. Actor and critic are decoupled: the policy is optimised per token, the value is predicted once
 per environment step, and the value head's gradient stops at the backbone. Two things are trained: LoRA
-adapters on the language model, and the value head. The rest, the vision tower too, is frozen.
+adapters (small matrices beside the language model's layers; switched off, they leave the base model) and the
+value head. The rest, the vision tower too, is frozen.
 
     L = L_policy + beta * L_KL + alpha * L_value                                                     (Eq. 6)
 
@@ -18,10 +19,11 @@ adapters on the language model, and the value head. The rest, the vision tower t
     In the first `value_warmup` updates only the value head learns. There is no entropy bonus.
 
 By default 16 environments play 32 steps: a rollout of 512. One update is two epochs of 4 minibatches, so 8
-optimizer steps. A run is 100 updates (the toy's in OneRoom: 60).
+optimizer steps. A run is 100 updates. (The toy has other defaults, in PRESETS: in OneRoom 60 updates.)
 
 Where the code differs from the paper or from its released code (github.com/corl-team/VL-DAC), a comment
-"Deviation n" says what it does and why; docs/details.md has more on each. The five largest:
+"Deviation n" says what it does and why. docs/details.md has more on each, and what differs from CleanRL's
+ppo.py. The five largest:
 
 * Responses are sampled, not decoded greedily (4).
 * A response that names no action does nothing and costs its step (6).
@@ -188,7 +190,7 @@ def build_prompt(text, actions, task, taken, left) -> str:
 ACTION_KEY = re.compile(r'"action"[ \t\r\n]*:[ \t\r\n]*')
 # A number counts only if something ends it: a response that was cut after 1 may have meant 10.
 NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}(?=[ \t\r\n]*[,}])")
-SEARCH = re.compile(r"search(\[(?=.*\w)[^\[\]]{1,100}\])", re.IGNORECASE)  # with a letter, digit or _
+SEARCH = re.compile(r"search(\[(?=.*\w)[^\[\]]{1,100}\])", re.IGNORECASE)  # at least one letter, digit or _
 
 
 def folded(text) -> str:
@@ -256,8 +258,7 @@ class VLMPolicy(nn.Module):
         self.processor = load_processor(args.model, args.max_image_tokens)
         self.tokenizer = self.processor.tokenizer
         # Three handles on one model: `vlm` generates, `vlm.model` gives hidden states, and `peft_model`
-        # switches the adapter, which PEFT has put inside `vlm`. What loads all this stands below `train`; a
-        # toy is a folder by now, which `new_run` has put into args.model.
+        # switches the adapter, which `add_lora` puts inside `vlm`. (These functions stand below `train`.)
         self.vlm = load_vlm(args)
         self.peft_model = add_lora(self.vlm, args)
         self.banned_ids = placeholder_ids(self.vlm.config)  # never sampled
@@ -265,7 +266,7 @@ class VLMPolicy(nn.Module):
         self.stop_ids = torch.tensor(stop_ids, device=args.device)
         self.no_tokens = torch.zeros(0, dtype=torch.long, device=args.device)  # an empty response
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        self.special_tokens = re.compile("|".join(map(re.escape, special)) or "(?!)")  # that fits nothing
+        self.special_tokens = re.compile("|".join(map(re.escape, special)) or "(?!)")  # which matches nothing
         text_config = self.vlm.config.get_text_config()
         self.logit_cap = getattr(text_config, "final_logit_softcapping", None)  # Gemma 4's
 
@@ -299,7 +300,7 @@ class VLMPolicy(nn.Module):
         # The text of a world may hold special tokens: they must not become the chat format.
         text = self.special_tokens.sub(" ", text)
         content = [{"type": "image"} for _ in frames] + [{"type": "text", "text": text}]
-        options = {"tokenize": False, "add_generation_prompt": True}
+        options = {"tokenize": False, "add_generation_prompt": True}  # it ends where the response begins
         if "enable_thinking" in str(self.processor.chat_template):
             options["enable_thinking"] = False  # such a model would think first, and be cut before it answers
         chat = self.processor.apply_chat_template([{"role": "user", "content": content}], **options)
@@ -320,7 +321,7 @@ class VLMPolicy(nn.Module):
         responses R is 0.
         """
         responses = responses or [self.no_tokens] * len(prompts)
-        tokens = pad(responses)  # (B, R), filled up with any id: it is masked
+        tokens = pad(responses)  # (B, R), padded with id 0, which is masked
         response_mask = pad([torch.ones_like(response) for response in responses])  # (B, R)
         of_responses = {"input_ids": tokens, "attention_mask": response_mask}
         images_dim = 1 if "pixel_attention_mask" in prompts[0] else 0  # SmolVLM's pixels: (1, images, ...)
@@ -339,15 +340,14 @@ class VLMPolicy(nn.Module):
     @torch.no_grad()
     def sample(self, prompts) -> list[torch.Tensor]:
         """The tokens (R_b,) of B responses, each up to its first stop id or to max_new_tokens."""
-        if self.training:  # in train mode with gradient checkpointing, generate() returns garbage
-            self.eval()
+        self.eval()  # in train mode with gradient checkpointing, generate() keeps no cache: garbage
         inputs = self.inputs(prompts)
         P = inputs["input_ids"].shape[1]
         with self.autocast:
             output = self.vlm.generate(**inputs)  # (B, P + R)
         tokens = output[:, P:]
         stops = torch.isin(tokens, self.stop_ids).long()  # (B, R)
-        # Equal before the first stop and at it, and nowhere later: 0 1 0 1 has the sums 0 1 1 2.
+        # Stops and their running count are equal up to the first one only: 0 1 0 1 has the counts 0 1 1 2.
         lengths = (stops.cumsum(1) == stops).sum(1)  # (B,)
         return [response[:length] for response, length in zip(tokens, lengths, strict=True)]
 
@@ -369,7 +369,7 @@ class VLMPolicy(nn.Module):
         with self.autocast:
             hidden = self.vlm.model(**inputs, use_cache=False).last_hidden_state  # (B, P + R, H)
             lm_head = self.vlm.get_output_embeddings()
-            # Column P - 1 + r predicts response token r.
+            # Column P - 1 + r predicts response token r = 0, 1, ...
             logits = lm_head(hidden[:, P - 1 : P - 1 + R])  # (B, R, vocabulary)
         # Deviation 5: the log-softmax is in fp32. In bfloat16, log(0.01) = -4.6 has steps of 0.03, beside a
         # clip range of 0.1. (The logits are rounded to bfloat16, but alike in scoring and in training.)
@@ -439,8 +439,8 @@ class Player:
 
     def step(self, action: str | None):
         """Play a parsed action, None if there was none. Returns reward, done, and whether it timed out."""
-        # Deviation 6: a response that does not parse ("" for the world) does nothing and costs its step. The
-        # released code plays a random action, and reinforces the response for what that brought.
+        # Deviation 6: a response that does not parse is played as "", which does nothing and costs its step.
+        # The released code plays a random action, and reinforces the response for what that brought.
         self.actions.append(str(action or ""))  # it may be a string of numpy, which no checkpoint can hold
         with envs.traced(self.seed, self.actions):
             observation, reward, terminated, truncated, self.info = self.env.step(self.actions[-1])
@@ -539,10 +539,10 @@ def make_minibatches(steps, args: Args) -> list:
 def score(policy, minibatches):
     """Complete the steps: values, and log-probabilities under the policy that sampled and under the base.
 
-    The pass by the base is always made: the log shows the divergence even if the loss has none of it.
+    generate() goes token by token, and rounds differently from the forward pass that is trained, so its
+    log-probabilities are not used. The pass by the base is always made: the log shows that divergence even if
+    the loss has none of it.
     """
-    # generate() goes token by token, and rounds differently from the forward pass that is trained, so its
-    # log-probabilities are not used.
     policy.eval()
     micro_batches = list(itertools.chain(*minibatches))
     for micro_batch in progress("scoring", micro_batches):
@@ -602,8 +602,8 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     timed_out = torch.tensor([step.timed_out for step in steps]).view(-1, N)
     # Deviation 9: the reward of a step that timed out is not learned from, in any world: it says little about
     # the last actions. V(s_t) takes its place. As the step is done, its advantage is V(s_t) - V(s_t) = 0, and
-    # the step before it bootstraps from V(s_t). (Then it is normalised, and trained like any other. Usual
-    # would be to keep the reward and to add gamma V(s_t+1).)
+    # the step before it bootstraps from V(s_t). (Normalised, it is -mean / std, and trained like any other.
+    # Usual would be to keep the reward and to add gamma V(s_t+1).)
     rewards = torch.where(timed_out, values, rewards)
     last_values = last_values.cpu()
     advantages, returns = gae(rewards, values, last_values, dones, args.gamma, args.gae_lambda)  # (T, N)
@@ -613,7 +613,7 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
     for step, advantage, return_ in zip(steps, normalised.flatten(), returns.flatten(), strict=True):
         step.advantage = advantage.item()
         step.return_ = return_.item()
-    variance = returns[~timed_out].var().item()
+    variance = returns[~timed_out].var().item()  # without time-outs, whose return is V itself
     unexplained = (returns - values)[~timed_out].var().item()
     explained = 1 - unexplained / variance if variance > 0 else None
     # The share of players who met an end. Where only an end pays, a rollout without one teaches nothing.
@@ -627,8 +627,8 @@ def add_advantages(steps, last_values, args: Args) -> dict[str, float | None]:
 def step_mean(x, mask):
     """Mean over the tokens of each step, then over steps: (B, R), (B, R) -> scalar.
 
-    So a long response weighs no more than a short one. Masked x may be NaN; but if its gradient can be, mask
-    before what makes it so, as `policy_loss` does.
+    So a long response weighs no more than a short one. What x is under the mask does not matter, but its
+    gradient there does: 0 times infinity is NaN. So `policy_loss` masks before `exp`, too.
 
     >>> step_mean(torch.tensor([[1.0, 3.0], [4.0, math.nan]]), torch.tensor([[1, 1], [1, 0]]))
     tensor(3.)
@@ -651,8 +651,8 @@ def policy_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
     >>> policy_loss(lp + math.log(1.5), lp, torch.tensor([2.0]), one, clip_coef=0.2)  # clipped at 1.2
     tensor(-2.4000)
     """
-    # Deviation 10: every token counts, from the first to the end of the turn, whatever its id or its ratio.
-    # Masked before exp: an infinite number under a caller's padding would make the gradient NaN.
+    # Deviation 10: every token is in the mean, from the first to the end of the turn: none is left out for
+    # its id or for a large ratio.
     ratio = (newlogprobs - logprobs).masked_fill(mask == 0, 0).exp()
     advantages = advantages[:, None]  # (B, 1): a bare (B,) would broadcast over the tokens when B = R
     pg_loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef))
@@ -678,8 +678,8 @@ def kl_base(newlogprobs, baselogprobs, mask):
 
     newlogprobs, baselogprobs, mask  (B, R)
     The base is the model without its adapter, also in a run that started from a trained adapter. On tokens
-    sampled from `new` this number estimates D_KL(new || base). Its gradient is another one's, as sampling is
-    not differentiated: that of D_KL(base || new), which pulls up what the base would say. After the first
+    sampled from `new` this number estimates D_KL(new || base). But as sampling is not differentiated, its
+    gradient estimates that of D_KL(base || new), which pulls up what the base would say. After the first
     optimizer step both are biased, as the tokens are the old policy's and are not reweighted.
     Source: Schulman's estimator k3.
 
@@ -703,7 +703,8 @@ def kl_old(newlogprobs, logprobs, mask):
     tensor(0.3863)
     """
     logratio = (newlogprobs - logprobs).masked_fill(mask == 0, 0)
-    return step_mean(logratio.exp() * logratio - (logratio.exp() - 1), mask)
+    q = logratio.exp()
+    return step_mean(q * logratio - (q - 1), mask)
 
 
 @torch.no_grad()
@@ -711,18 +712,17 @@ def diagnostics(newlogprobs, logprobs, baselogprobs, mask, clip_coef) -> dict[st
     """What the log tells of a micro-batch besides its losses.
 
     newlogprobs, logprobs, baselogprobs, mask  (B, R), as in `losses`
-    With `old` for the policy that sampled, approx_kl estimates KL(old || current), kl_base KL(old || base)
-    and entropy that of `old`, per token. (So kl_base is of the policy before the update. kl_loss, the KL in
-    the loss, is of the current one.)
+    (kl_base and entropy are of `old`, the policy that sampled. kl_loss, the KL in the loss, is of the current
+    one.)
     """
     logratio = newlogprobs - logprobs
     ratio = logratio.exp()
     distance = (ratio - 1).abs()
     return {
         "ratio_distance": distance.max().item(),
-        "approx_kl": step_mean((ratio - 1) - logratio, mask).item(),  # as in CleanRL
+        "approx_kl": step_mean((ratio - 1) - logratio, mask).item(),  # KL(old || current), as in CleanRL
         "clipfrac": step_mean((distance > clip_coef).float(), mask).item(),
-        "kl_base": kl_base(logprobs, baselogprobs, mask).item(),
+        "kl_base": kl_base(logprobs, baselogprobs, mask).item(),  # KL(old || base)
         "entropy": -step_mean(logprobs, mask).item(),
     }
 
@@ -769,11 +769,12 @@ def optimizer_step(policy, optimizer, args: Args) -> list[float]:
 def update(policy, optimizer, minibatches, args: Args, warmup=False) -> dict[str, float]:
     """`update_epochs` passes over a rollout. Returns means of what `losses` logs, and norms of the gradients.
 
-    warmup  only the value head learns: LoRA is frozen, and no activations are kept for it
+    warmup  only the value head learns. LoRA is frozen: it has no gradients, which Adam skips, and no
+            activations are kept for it
     """
-    policy.train()  # only for gradient checkpointing: there is no dropout
+    policy.train()  # only for gradient checkpointing: there is no dropout (Deviation 17)
     for parameter in policy.lora_parameters():
-        parameter.requires_grad_(not warmup)  # until the end of this function
+        parameter.requires_grad_(not warmup)
     logs, sizes, norms = [], [], []
     for epoch in range(args.update_epochs):
         # Later epochs take the same ones in a new order.
@@ -818,7 +819,7 @@ def cosine(index, num_updates, start, end) -> float:
 
 
 def make_optimizer(policy, args: Args):
-    """Adam over LoRA and the value head, with the released code's eps."""
+    """Adam over LoRA and the value head (fused: one kernel for all), with the released code's eps."""
     parameters = [*policy.lora_parameters(), *policy.value_head.parameters()]
     return torch.optim.Adam(parameters, lr=args.learning_rate, eps=1e-7, fused=True)
 
@@ -851,7 +852,7 @@ def train(args: Args, folder: Path):
     recent = state["recent"]  # the last 100 episodes
 
     updates = range(state["update"] + 1, num_updates + 1)
-    for u in tqdm(updates, initial=state["update"], total=num_updates, disable=None):  # None: not in a file
+    for u in tqdm(updates, initial=state["update"], total=num_updates, disable=None):  # no bar in a file
         set_seed(training_seed(args.seed, u))  # a resumed run goes on as if it had never stopped
         learning_rate = cosine(u - 1, num_updates, args.learning_rate, args.final_learning_rate)
         optimizer.param_groups[0]["lr"] = learning_rate
