@@ -2888,6 +2888,18 @@ def test_the_readme_s_loss_can_be_copied():
     assert there["loss"].item() == pytest.approx(loss * 2 / 4)
 
 
+def test_the_details_advantages_of_episodes_that_are_one_sequence():
+    """The first one was cut, with the value 1 after it; the second one's time-out has its own value, 0.5."""
+    page = (ROOT / "docs" / "details.md").read_text(encoding="utf-8")
+    [lines] = re.findall(r"```python\n(rewards.*?)```", page, re.S)
+    there = {"torch": torch, "gae": vldac.gae, "value_of_next_prompt": 1.0}
+    there |= {"rewards": torch.tensor([0.0, 0, 0, 0, -1]), "values": torch.tensor([0, 0, 0, 0, 0.5])}
+    exec(lines, there)
+    decay = 0.99 * 0.95
+    first, second = [decay**2 * 0.99, decay * 0.99, 0.99], [0.99 * 0.5, 0.0]
+    assert there["advantages"].flatten().tolist() == pytest.approx(first + second)
+
+
 def test_the_deviations_on_the_page_have_the_numbers_of_those_in_the_code():
     """And name the function or class that has them."""
     code = (ROOT / "vldac.py").read_text()
