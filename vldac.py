@@ -769,8 +769,8 @@ def optimizer_step(policy, optimizer, args: Args) -> list[float]:
 def update(policy, optimizer, minibatches, args: Args, warmup=False) -> dict[str, float]:
     """`update_epochs` passes over a rollout. Returns means of what `losses` logs, and norms of the gradients.
 
-    warmup  only the value head learns. LoRA is frozen: it has no gradients, which Adam skips, and no
-            activations are kept for it
+    warmup  only the value head learns. LoRA is frozen: Adam skips what has no gradient, and no activations
+            are kept for it
     """
     policy.train()  # only for gradient checkpointing: there is no dropout (Deviation 17)
     for parameter in policy.lora_parameters():
