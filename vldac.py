@@ -340,7 +340,7 @@ class VLMPolicy(nn.Module):
     @torch.no_grad()
     def sample(self, prompts) -> list[torch.Tensor]:
         """The tokens (R_b,) of B responses, each up to its first stop id or to max_new_tokens."""
-        self.eval()  # in train mode with gradient checkpointing, generate() keeps no cache: garbage
+        self.eval()  # in train mode with gradient checkpointing, generate() returns garbage
         inputs = self.inputs(prompts)
         P = inputs["input_ids"].shape[1]
         with self.autocast:
@@ -712,8 +712,8 @@ def diagnostics(newlogprobs, logprobs, baselogprobs, mask, clip_coef) -> dict[st
     """What the log tells of a micro-batch besides its losses.
 
     newlogprobs, logprobs, baselogprobs, mask  (B, R), as in `losses`
-    (kl_base and entropy are of `old`, the policy that sampled. kl_loss, the KL in the loss, is of the current
-    one.)
+    kl_base and entropy are of `old`, the policy that sampled. kl_loss, the KL in the loss, is of the current
+    one.
     """
     logratio = newlogprobs - logprobs
     ratio = logratio.exp()
@@ -852,7 +852,7 @@ def train(args: Args, folder: Path):
     recent = state["recent"]  # the last 100 episodes
 
     updates = range(state["update"] + 1, num_updates + 1)
-    for u in tqdm(updates, initial=state["update"], total=num_updates, disable=None):  # no bar in a file
+    for u in tqdm(updates, initial=state["update"], total=num_updates, disable=None):  # None: not in a file
         set_seed(training_seed(args.seed, u))  # a resumed run goes on as if it had never stopped
         learning_rate = cosine(u - 1, num_updates, args.learning_rate, args.final_learning_rate)
         optimizer.param_groups[0]["lr"] = learning_rate
