@@ -17,15 +17,15 @@ Not as in its authors' code:
   and constant rates. (The KL is a mean over the tokens, beside a sum of log-probabilities.) Advantages are
   not normalised, as theirs.
 In the first --value_warmup updates only the critic learns, as one-step TD carries a reward back slowly.
-gae_lambda, clip_coef and stop_grad have no effect. It has a `train` of its own, and replaces
-vldac.policy_loss.
+gae_lambda, clip_coef and stop_grad have no effect. It replaces functions of vldac; some call the one that
+they replace.
 """
 
 import copy
 import dataclasses
 import itertools
 import sys
-import time
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,8 @@ from replaced import replaced  # noqa: E402
 
 import vldac  # noqa: E402
 from envs import check  # noqa: E402
+
+original = types.SimpleNamespace(**vars(vldac))  # the functions, as they were
 
 
 @dataclass
@@ -173,96 +175,94 @@ def reinforce_loss(newlogprobs, logprobs, advantages, mask, clip_coef):
     return (-advantages * newlogprobs.masked_fill(mask == 0, 0).sum(1)).mean()
 
 
-def train_actor(policy, critic, optimizer, steps, args) -> dict[str, float]:
+def train_actor(policy, critic, optimizer, minibatches, args) -> dict[str, float]:
     """An optimizer step for each minibatch of states, on responses that are sampled just before it."""
     logs, all_advantages = [], []
-    for indices in torch.randperm(len(steps)).split(args.minibatch_size):
-        states = [steps[i] for i in indices.tolist()]
-        prompts, responses = [step.prompt for step in states], []
+    for minibatch in minibatches:
+        steps = list(itertools.chain(*minibatch))
+        prompts, responses = [step.prompt for step in steps], []
         for start in range(0, len(prompts), args.num_envs):
             responses += policy.sample(prompts[start : start + args.num_envs])
         advantages = critic.advantages(*features(policy, prompts, responses)).tolist()
         all_advantages += advantages
         fresh = []
-        for step, tokens, advantage in zip(states, responses, advantages, strict=True):
+        for step, tokens, advantage in zip(steps, responses, advantages, strict=True):
             fresh.append(dataclasses.replace(step, tokens=tokens, advantage=advantage))
-        minibatch = vldac.make_minibatches(fresh, args)
-        vldac.score(policy, minibatch)
-        for step in fresh:
+        [fresh] = original.make_minibatches(fresh, args)
+        original.score(policy, [fresh])
+        for step in itertools.chain(*fresh):
             step.return_ = step.value  # not used: the value loss has the weight 0
-        with replaced(policy_loss=reinforce_loss):
-            logs.append(vldac.update(policy, optimizer, minibatch, args))
+        logs.append(original.update(policy, optimizer, [fresh], args))
     means = {name: np.mean([log[name] for log in logs]).item() for name in logs[0]}
-    spread = {
-        "advantage_mean": np.mean(all_advantages).item(),
-        "advantage_std": np.std(all_advantages).item(),
-    }
-    return means | spread
+    mean, std = np.mean(all_advantages).item(), np.std(all_advantages).item()
+    return means | {"advantage_mean": mean, "advantage_std": std}
+
+
+# What a training has besides: functions that replace those of vldac, and a policy that holds the critic.
+
+
+class Policy(vldac.VLMPolicy):
+    """With the critic, its target, its optimizer and its buffer."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.critic = Critic(self.value_head[0].in_features, args.value_hidden).to(args.device)
+        self.target = copy.deepcopy(self.critic)
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters())
+        self.buffer = torch.zeros(0, device=args.device)
+
+
+def collect(policy, players, args):
+    steps, last_prompts, episodes = original.collect(policy, players, args)
+    policy.newest = transitions(policy, steps, last_prompts)
+    return steps, last_prompts, episodes
+
+
+def score(policy, minibatches):
+    """Nothing: the responses that are trained are sampled later."""
+
+
+def add_advantages(steps, last_values, args):
+    N = len(last_values)
+    ended = [any(step.done and not step.timed_out for step in steps[n::N]) for n in range(N)]
+    return {"outcomes": sum(ended) / N}
+
+
+def update(policy, optimizer, minibatches, args, warmup=False):
+    for group in policy.critic_optimizer.param_groups:
+        group["lr"] = optimizer.param_groups[0]["lr"]
+    rows = torch.cat([policy.buffer, policy.newest])
+    policy.buffer = rows[-args.buffer :].clone()  # without the rows that are left out
+    of_critic = policy.critic, policy.target, policy.critic_optimizer
+    log = train_critic(*of_critic, policy.buffer, policy.newest, args)
+    if not warmup:
+        log |= train_actor(policy, policy.critic, optimizer, minibatches, args)
+    return log
+
+
+SAVED = ["critic", "target", "critic_optimizer"]  # and the buffer
+
+
+def save_checkpoint(folder, policy, optimizer, players, **state):
+    state |= {name: getattr(policy, name).state_dict() for name in SAVED}
+    original.save_checkpoint(folder, policy, optimizer, players, buffer=policy.buffer, **state)
+
+
+def load_checkpoint(folder, policy, optimizer, players):
+    state = original.load_checkpoint(folder, policy, optimizer, players)
+    for name in SAVED:
+        getattr(policy, name).load_state_dict(state[name])
+    policy.buffer = state["buffer"].to(policy.args.device)
+    return state
+
+
+REPLACED = [collect, score, add_advantages, update, save_checkpoint, load_checkpoint]
 
 
 def train(args, folder):
-    """A whole training, as vldac.train but for what stands above."""
-    players = vldac.make_players(args)
-    eval_players = vldac.evaluation_players(dataclasses.replace(args, split="eval"), args.eval_episodes)
-    vldac.set_seed(args.seed)
-    policy = vldac.VLMPolicy(args)
-    optimizer = vldac.make_optimizer(policy, args)
-    critic = Critic(policy.value_head[0].in_features, args.value_hidden).to(args.device)
-    target = copy.deepcopy(critic)
-    critic_optimizer = torch.optim.Adam(critic.parameters())
-    parts = {"critic": critic, "target": target, "critic_optimizer": critic_optimizer}
-
-    def save(**state):
-        saved = {name: part.state_dict() for name, part in parts.items()}
-        vldac.save_checkpoint(folder, policy, optimizer, players, **state, **saved)
-
-    rollout_steps = args.num_envs * args.num_steps
-    num_updates = args.total_timesteps // rollout_steps
-    if (folder / "checkpoint.pt").exists():
-        state = vldac.load_checkpoint(folder, policy, optimizer, players)
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-    else:
-        for player in players:
-            player.next_episode()
-        vldac.show_a_response(policy, players[0])
-        row = {"update": 0, "global_step": 0} | vldac.evaluate_for_log(policy, eval_players)
-        vldac.write_row(folder, row, args)
-        state = {"update": 0, "recent": [], "buffer": torch.zeros(0)}
-        save(**state)
-    recent, buffer = state["recent"], state["buffer"].to(args.device)
-
-    for u in range(state["update"] + 1, num_updates + 1):
-        vldac.set_seed(vldac.training_seed(args.seed, u))
-        learning_rate = vldac.cosine(u - 1, num_updates, args.learning_rate, args.final_learning_rate)
-        for group in optimizer.param_groups + critic_optimizer.param_groups:
-            group["lr"] = learning_rate
-        start = time.perf_counter()
-        steps, last_prompts, episodes = vldac.collect(policy, players, args)
-        collected = time.perf_counter()
-        newest = transitions(policy, steps, last_prompts)
-        buffer = torch.cat([buffer, newest])[-args.buffer :].clone()  # without the rows that are left out
-        stats = train_critic(critic, target, critic_optimizer, buffer, newest, args)
-        ended = {i % args.num_envs for i, step in enumerate(steps) if step.done and not step.timed_out}
-        stats["outcomes"] = len(ended) / args.num_envs
-        scored = time.perf_counter()
-        if u > args.value_warmup:
-            stats |= train_actor(policy, critic, optimizer, steps, args)
-        updated = time.perf_counter()
-
-        row = {"update": u, "global_step": u * rollout_steps, "episodes": episodes}
-        recent = (recent + episodes)[-100:]
-        all_have_ended = all(player.episode > 1 for player in players)
-        times = {"collect": collected - start, "score": scored - collected, "update": updated - scored}
-        row |= vldac.log_row(policy, steps, stats, times, recent if all_have_ended else [])
-        row["charts/learning_rate"] = learning_rate
-        del steps, last_prompts  # their pixels are large; the next ones need the memory
-        last = u == num_updates
-        if last or (args.eval_every and u % args.eval_every == 0 and eval_players):
-            row |= vldac.evaluate_for_log(policy, eval_players)
-            vldac.save_adapter(policy, folder / ("adapter" if last else f"adapter-{row['global_step']}"))
-        vldac.write_row(folder, row, args)
-        save(update=u, recent=recent, buffer=buffer)
+    others = {function.__name__: function for function in REPLACED}
+    with replaced(**others, VLMPolicy=Policy, policy_loss=reinforce_loss):
+        vldac.train(args, folder)
 
 
 def main(argv=None):

@@ -283,7 +283,8 @@ def test_the_actor_of_archer_answers_anew(model, monkeypatch):
     policy.args = archer.Args(**vars(policy.args) | changes)
     critic = archer.Critic(policy.value_head[0].in_features, [])
     monkeypatch.setattr(critic, "advantages", lambda states, responses: torch.ones(len(states)))
-    steps = list(itertools.chain(*itertools.chain(*some_minibatches(policy))))
+    minibatches = some_minibatches(policy, minibatch_size=2)
+    steps = list(itertools.chain(*itertools.chain(*minibatches)))
     before = [step.tokens for step in steps]
     happened, trained = [], []
     really = VLMPolicy.sample
@@ -299,9 +300,10 @@ def test_the_actor_of_archer_answers_anew(model, monkeypatch):
         trained.append(minibatch)
 
     monkeypatch.setattr(VLMPolicy, "sample", sample)
-    spy(monkeypatch, vldac, "update", note)
-    log = archer.train_actor(policy, critic, vldac.make_optimizer(policy, policy.args), steps, policy.args)
-    assert [what for what, _ in happened] == ["sampled", "trained"] * (len(steps) // 2)
+    spy(monkeypatch, archer.original, "update", note)
+    optimizer = vldac.make_optimizer(policy, policy.args)
+    log = archer.train_actor(policy, critic, optimizer, minibatches, policy.args)
+    assert [what for what, _ in happened] == ["sampled", "trained"] * len(minibatches)
     assert [tokens for _, tokens in happened[::2]] == [tokens for _, tokens in happened[1::2]]
     assert all(step.tokens is tokens for step, tokens in zip(steps, before, strict=True))
     assert (log["ratio_first"], log["advantage_mean"], log["advantage_std"]) == (0, 1, 0)
