@@ -282,7 +282,7 @@ def test_the_actor_of_archer_answers_anew(model, monkeypatch):
     changes = {"vf_coef": 0.0, "kl_coef": 0.0, "minibatch_size": 2, "update_epochs": 1}
     policy.args = archer.Args(**vars(policy.args) | changes)
     critic = archer.Critic(policy.value_head[0].in_features, [])
-    monkeypatch.setattr(critic, "advantages", lambda states, responses: torch.ones(len(states)))
+    monkeypatch.setattr(critic, "advantages", lambda states, responses: 1 + responses[:, 0] / 1000)
     minibatches = some_minibatches(policy, minibatch_size=2)
     steps = list(itertools.chain(*itertools.chain(*minibatches)))
     before = [step.tokens for step in steps]
@@ -306,7 +306,13 @@ def test_the_actor_of_archer_answers_anew(model, monkeypatch):
     assert [what for what, _ in happened] == ["sampled", "trained"] * len(minibatches)
     assert [tokens for _, tokens in happened[::2]] == [tokens for _, tokens in happened[1::2]]
     assert all(step.tokens is tokens for step, tokens in zip(steps, before, strict=True))
-    assert (log["ratio_first"], log["advantage_mean"], log["advantage_std"]) == (0, 1, 0)
+    answered = list(itertools.chain(*trained))
+    prompts, responses = [step.prompt for step in answered], [step.tokens for step in answered]
+    _, of_responses = archer.features(policy, prompts, responses)
+    liked = [step.advantage for step in answered]
+    torch.testing.assert_close(torch.tensor(liked), 1 + of_responses[:, 0] / 1000, **NEARLY)
+    assert log["ratio_first"] == 0 and len(set(liked)) > 1
+    assert (log["advantage_mean"], log["advantage_std"]) == pytest.approx((np.mean(liked), np.std(liked)))
     new, _, _ = scored(policy, trained[0])
     assert (new - column(trained[0], "logprobs")).sum() > 0
 
@@ -315,7 +321,16 @@ def test_a_run_of_archer_that_was_killed_goes_on(run, tmp_path, monkeypatch, cap
     """Its buffer is full after two updates."""
     monkeypatch.setattr(VLMPolicy, "decode", left_or_right)
     options = [*LONG, "--buffer", 12, "--critic_steps", 3]
+    rates, losses = [], []
+
+    def note(critic, target, optimizer, buffer, newest, args):
+        rates.append(optimizer.param_groups[0]["lr"])
+        assert torch.equal(buffer[-len(newest) :], newest)
+
+    spy(monkeypatch, archer, "train_critic", note)
+    spy(monkeypatch, archer, "reinforce_loss", lambda *_: losses.append(1))
     folder, (_, *rows) = run(TROUBLED, *options, name="whole", main=archer.main)
+    assert losses and rates == [row["charts/learning_rate"] for row in rows]
     norms = [row["losses/grad_norm_lora"] > 0 for row in rows if "losses/grad_norm_lora" in row]
     assert norms == [True] * 3  # none in the warm-up
     assert all(len({row[f"losses/{name}_loss"] for row in rows}) == 4 for name in "qv")
