@@ -17,6 +17,7 @@ programs in extras/ have their tests there.
 """
 
 import ast
+import collections
 import contextlib
 import dataclasses
 import doctest
@@ -303,7 +304,7 @@ def spy(monkeypatch, owner, name, note):
 @pytest.fixture(scope="module", params=FAMILIES)
 def policy(request, model_folder):
     """One of each family, for the tests that do not change it."""
-    changes = {"temperature": 1.3, "max_image_tokens": 16, "dtype": "float64"}
+    changes = {"temperature": 1.3, "max_image_tokens": 16, "dtype": "float64", "lora_alpha": 24}
     return make_policy(model_folder(request.param), **changes)
 
 
@@ -392,9 +393,19 @@ def test_lora_is_on_the_language_model_only(policy):
             expected.add(name)
     assert layers == expected and len(layers) >= 12
     config = policy.peft_model.peft_config["default"]
-    assert len(config.target_modules) < 170 and (config.r, config.lora_alpha) == (4, 32)
+    assert len(config.target_modules) < 170 and (config.r, config.lora_alpha) == (4, 24)
     plain = get_peft_model(base, LoraConfig(r=4, target_modules=config.target_modules))
     assert set(plain.targeted_module_names) == expected
+
+
+def test_lora_is_not_on_the_routers_of_a_mixture_of_experts(model):
+    args = options(model)
+    vlm = vldac.load_vlm(args)
+    layer = vlm.get_decoder().layers[0]
+    layer.mlp.shared_expert_gate = torch.nn.Linear(64, 1)  # Qwen's name for one
+    layer.router = torch.nn.Sequential(collections.OrderedDict(proj=torch.nn.Linear(64, 4)))  # Gemma's
+    trained = {name for name, _ in vldac.add_lora(vlm, args).named_parameters() if "lora_" in name}
+    assert trained and not {name for name in trained if "router" in name or "expert" in name}
 
 
 def test_a_model_that_cuts_a_frame_into_tiles_is_refused(model, monkeypatch):
@@ -811,6 +822,18 @@ def test_an_update_steps_along_equation_6(kl_ref, max_grad_norm, model):
         torch.testing.assert_close(applied, scale * gradient, atol=1e-6, rtol=1e-3)
 
 
+def test_each_minibatch_has_a_gradient_of_its_own(model):
+    """The log has the mean of their norms."""
+    policy = make_policy(model, update_epochs=1, max_grad_norm=1e9)
+    minibatches = some_minibatches(policy, minibatch_size=3)
+    expected = [gradients(policy, equation_6(policy, *minibatch)[0]) for minibatch in minibatches]
+    _, losses = updated(policy, minibatches, lr=0.0)
+    last = torch.cat([parameter.grad.flatten() for parameter in policy.lora_parameters()])
+    torch.testing.assert_close(last, expected[1][0], atol=1e-6, rtol=1e-3)
+    norms = [lora.norm().item() for lora, _ in expected]
+    assert losses["grad_norm_lora"] == pytest.approx(np.mean(norms), rel=1e-3) != norms[1]
+
+
 @pytest.mark.parametrize("stop_grad", [True, False])
 def test_in_the_warm_up_only_the_value_head_learns(stop_grad, model, monkeypatch):
     """And no activations are kept for LoRA; where the value loss may train it, it does so afterwards."""
@@ -1217,8 +1240,12 @@ def pretend_gpu(monkeypatch, bfloat16=True):
 
 
 @pytest.mark.parametrize("name", ["NumberLine", pytest.param("OneRoom", marks=needs_opengl)])
-def test_a_run_writes_what_it_says(run, name, capsys):
-    folder, rows = run(name, "--eval_episodes", 2, "--max_episode_steps", 3, "--total_timesteps", 23)
+def test_a_run_writes_what_it_says(run, name, monkeypatch, capsys):
+    evaluated_on = []
+    spy(monkeypatch, vldac, "evaluate", lambda policy, players, seeds: evaluated_on.append(list(seeds)))
+    options = ["--max_episode_steps", 3, "--total_timesteps", 23, "--seed", 5]
+    folder, rows = run(name, "--eval_episodes", 2, *options)
+    assert evaluated_on == [[0, 1], [0, 1]]  # whatever the run's seed is
     assert [row["global_step"] for row in rows] == [0, 8, 16]  # whole updates
     assert ["eval/success_rate" in row for row in rows] == [True, False, True]
     for row in rows[1:]:
@@ -1237,6 +1264,31 @@ def test_a_run_writes_what_it_says(run, name, capsys):
     assert ["kl_base 0.000" in line for _, line in lines] == [False, True, True]
     assert ["outcomes " in line for _, line in lines] == [False, True, True]
     assert "the first prompt, after its frames:\nTask: " in printed
+
+
+def test_a_row_of_the_log_by_hand(model):
+    """Of three steps, one of which was cut and names no action, and two episodes that have ended."""
+    policy = make_policy(model)
+    [prompt] = some_prompts(policy, [1])
+    stopped = torch.cat([torch.tensor([100, 101]), policy.stop_ids[:1]])
+    steps = [vldac.Step(prompt, stopped, "answered", "right", 1.0, True, False) for _ in range(2)]
+    steps += [vldac.Step(prompt, torch.full((6,), 100), "cut", None, 0.0, False, False)]
+    player = vldac.Player(options(model, env=CORRIDOR))
+    player.reset(seed=7)
+    for action in ("right", None, "left", None):
+        player.step(action)
+    played = player.result()
+    assert (played["seed"], played["success"], played["length"], played["invalid"]) == (7, False, 4, 2)
+    won = {"seed": 8, "success": True, "return": 2.0 - played["return"], "length": 2, "invalid": 1}
+    times = {"collect": 1.0, "score": 2.0, "update": 1.0}
+    row = vldac.log_row(policy, steps, {"outcomes": 0.25}, times, [played, won])
+    assert [sample["response"] for sample in row.pop("samples")] == ["cut", "answered"]
+    charts = {"success_rate": 0.5, "episodic_return": 1.0, "episodic_length": 3.0, "response_length": 4.0}
+    charts |= {"invalid_action_rate": 1 / 3, "cut_share": 1 / 3, "env_steps_per_second": 0.75}
+    expected = {f"charts/{name}": x for name, x in charts.items()}
+    expected |= {"losses/outcomes": 0.25, "time/collect": 1.0, "time/score": 2.0, "time/update": 1.0}
+    assert row == expected
+    assert vldac.summary([played, won])["invalid_action_rate"] == 0.5  # 3 of 6
 
 
 def test_a_first_response_is_shown_with_the_action_that_it_names(model, monkeypatch, capsys):
@@ -1299,10 +1351,22 @@ def test_an_update_shows_what_it_does(run, monkeypatch, capsys):
         assert ("training, epoch " + str(epoch), "2", "2") in shown
 
 
-def test_the_log_tells_the_rate_and_the_warm_up(run):
-    """The cosine from the first to the last update; LoRA still in warm-up."""
+def test_the_log_tells_the_rate_and_the_warm_up(run, monkeypatch):
+    """The cosine from the first to the last update; LoRA still in warm-up; the seconds of the phases."""
     changes = "--learning_rate 0.01 --final_learning_rate 0.002 --total_timesteps 40 --value_warmup 2"
+    used = []
+
+    def note(policy, optimizer, minibatches, args, warmup):
+        used.append(optimizer.param_groups[0]["lr"])
+
+    spy(monkeypatch, vldac, "update", note)
+    ticks = itertools.accumulate([0, 1, 2, 4] * 5)  # of an update: start, collected, scored, updated
+    monkeypatch.setattr(vldac, "time", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
     folder, (_, *rows) = run(CORRIDOR, *changes.split())
+    assert used == [row["charts/learning_rate"] for row in rows]
+    for row in rows:
+        assert [row[f"time/{phase}"] for phase in ("collect", "score", "update")] == [1, 2, 4]
+        assert row["charts/env_steps_per_second"] == 8 / 7
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
     assert [group["lr"] for group in state["optimizer"]["param_groups"]] == [pytest.approx(0.002)]
     rates = [row["charts/learning_rate"] for row in rows]
@@ -1368,13 +1432,19 @@ def test_there_is_no_success_rate_before_every_player_has_ended_an_episode(run, 
     assert len(rows[0]["episodes"]) == 1 and rows[1]["episodes"]
 
 
-def test_every_update_and_every_seed_has_random_numbers_of_its_own(run):
-    """Before anything is learned, and of one prompt only."""
-    texts = set()
+def test_every_update_and_every_seed_has_random_numbers_of_its_own(run, monkeypatch):
+    """Before anything is learned, and of one prompt only. The new weights, too."""
+    weights, texts = [], set()
+
+    def note(policy, args):
+        weights.append(policy.value_head[0].weight[0, 0].item())
+
+    spy(monkeypatch, vldac, "make_optimizer", note)
     for seed in (5, 6):
         _, (_, *rows) = run("Still", "--seed", seed, name=f"seed {seed}")
         texts |= {tuple(sample["response"] for sample in row["samples"]) for row in rows}
     assert len(texts) == 4  # of two updates each
+    assert len(set(weights)) == 2
 
 
 def test_a_rollout_bootstraps_from_the_values_after_it(run, monkeypatch):
@@ -1480,10 +1550,10 @@ def test_the_numbers_go_to_weights_and_biases_too(run, monkeypatch):
         return wandb.run
 
     wandb.init = init
-    wandb.log = lambda row, step: sent.append(row)
+    wandb.log = lambda row, step: sent.append(row | {"step": step})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     folder, rows = run("NumberLine", "--track", "true")
-    assert [row["global_step"] for row in sent] == [0, 8, 16]
+    assert [row["step"] for row in sent] == [row["global_step"] for row in sent] == [0, 8, 16]
     assert sent[1]["losses/policy_loss"] == rows[1]["losses/policy_loss"]
     assert not {"samples", "episodes"} & sent[1].keys()
     (folder / "checkpoint.pt").unlink()
@@ -1619,7 +1689,12 @@ def refused(argv, capsys, main=vldac.main) -> str:
 
 def test_only_how_a_run_is_computed_may_change(tmp_path, whole_run, model, monkeypatch, capsys):
     folder = shutil.copytree(whole_run, tmp_path / "run")
-    for name, value in {"seed": 1, "gamma": 0.5, "model": "tiny"}.items():
+    changes = {"model": "tiny", "stop_grad": "false", "kl_ref": "old"}
+    for name, value in vldac.read_args(folder).items():
+        if type(value) in (int, float) and name != "micro_batch_size":
+            changes[name] = value + 1
+    assert len(changes) > 25
+    for name, value in changes.items():
         message = refused(["--resume", folder, f"--{name}", value], capsys)
         assert f"run has --{name} " in message and "which cannot change" in message
     assert files(folder) == files(whole_run)
@@ -1757,11 +1832,12 @@ def test_precedence_is_command_line_world_toy_default(model, capsys):
     assert "environment steps, rounded down to whole updates (default: 51200)" in shown
     assert "have other defaults" in shown
 
-    for world, steps, repeat in (("OneRoom", 30_720, 3), ("FourRooms", 51_200, 3), ("EZPoints", 20_480, 1)):
+    of_worlds = {"OneRoom": (30_720, 3, 0.99), "FourRooms": (51_200, 3, 0.99), "EZPoints": (20_480, 1, 1.0)}
+    for world, (steps, repeat, gamma) in of_worlds.items():
         words = ["--env", world, "--device", "cpu", "--model"]
         for model_of_it, expected in (("tiny", (steps, repeat)), (model, (Args.total_timesteps, 1))):
             args = vldac.parse_args([*words, model_of_it])
-            assert (args.total_timesteps, args.action_repeat) == expected
+            assert (args.total_timesteps, args.action_repeat, args.gamma) == (*expected, gamma)
     words = ["--env", "WebShop", "--device", "cpu", "--model"]  # long prompts, but a toy is small
     assert vldac.parse_args([*words, model]).gradient_checkpointing
     assert not vldac.parse_args([*words, "tiny"]).gradient_checkpointing
