@@ -2064,16 +2064,26 @@ def test_a_ceiling_a_floor_and_their_paired_difference(tmp_path, capsys):
     assert 0.45 < floor["summary"]["success_rate"] < 0.75 and ceiling["summary"]["success_rate"] == 1.0
     other = evaluated(tmp_path / "other.json", "random", *words, "--num_envs", 4)
     assert other["episodes"] == floor["episodes"]  # whatever plays beside it
+    player = vldac.Player(Args(env="NumberLine"))
+    player.reset(seed=0)
+    steps = [evaluation.scripted("random")(None, [player])[0] for _ in range(9)]
+    assert {step.action for step in steps} == {"-", "+"}  # not one for a whole episode
 
     lost = [episode["success"] for episode in floor["episodes"]].count(False)
     printed = evaluation.compare(tmp_path / "random.json", tmp_path / "hint.json")
     p = f"exact McNemar p = {2 / 2**lost:.2g}"
     assert printed.splitlines()[-1] == f"B - A: {lost / 60:+.3f} ({lost} won, 0 lost, {p})"
     assert printed.splitlines()[0] == f"A: {tmp_path / 'random.json'}"
+    reversed_ = evaluation.compare(tmp_path / "hint.json", tmp_path / "random.json")
+    assert reversed_.splitlines()[-1] == f"B - A: {-lost / 60:+.3f} (0 won, {lost} lost, {p})"
     for change in (["--max_episode_steps", 5], ["--invalid_reward", 0], ["--split", "train"]):
         evaluated(tmp_path / "other.json", "hint", *words, *change)
         with pytest.raises(envs.UserError, match=f"differ in {change[0].removeprefix('--')} and"):
             evaluation.compare(tmp_path / "hint.json", tmp_path / "other.json")
+    longer = ceiling | {"task": ceiling["task"] | {"action_repeat": 3}}  # in a world of MiniWorld
+    (tmp_path / "other.json").write_text(json.dumps(longer))
+    with pytest.raises(envs.UserError, match="differ in action_repeat and"):
+        evaluation.compare(tmp_path / "hint.json", tmp_path / "other.json")
     evaluated(tmp_path / "other.json", "hint", *words[:-1], 30)
     with pytest.raises(envs.UserError, match="differ in seeds and"):
         evaluation.compare(tmp_path / "hint.json", tmp_path / "other.json")
@@ -2231,6 +2241,14 @@ def test_what_is_not_admissible_costs_a_step_and_ends_in_time(name, action):
         assert {record[0] for record in records} == {records[0][0]}
 
 
+@pytest.mark.parametrize("name", ["NumberLine", CORRIDOR])  # which pay -1 and 0.5
+def test_what_is_not_admissible_may_pay_nothing(name):
+    env = envs.make_env(name, invalid_reward=0.0, max_episode_steps=3)
+    _, info = env.reset(seed=0)
+    _, reward, *_, after = env.step("")
+    assert (reward, info["left"], after["left"]) == (0.0, 3, 2)
+
+
 @pytest.mark.parametrize("name, seeds, lowest, highest", [
     pytest.param("Hallway", 40, 1, 1, marks=needs_opengl),
     pytest.param("OneRoom", 40, 1, 1, marks=needs_opengl),
@@ -2267,6 +2285,14 @@ def test_miniworld_rewards_and_ends():
     last = won(max_episode_steps=steps)
     assert last[-1][2:5] == (reward, True, True)
     assert last[-1][5]["success"]
+
+    env = envs.make_env("OneRoomS6Fast", max_episode_steps=128)
+    _, info = env.reset(seed=0)
+    assert info["left"] == 50  # the simulator's own limit
+    # As in Sidewalk's street: an end that is no success.
+    env.unwrapped.env.step = lambda action: (env.unwrapped.image, 0, True, False, {})
+    _, reward, *flags, info = env.step("move forward")
+    assert (reward, flags, info["success"]) == (-1.0, [True, False], False)
 
 
 @needs_opengl
@@ -2398,6 +2424,8 @@ def test_number_line_rules():
         _, paid, terminated, truncated, info = env.step(action)
         assert (env.current, paid, truncated) == (current, reward, False)
         assert terminated == info["success"] == (current == 2)
+    env.current, env.target = 5, 2
+    assert (env.step("+")[1], env.current) == (-1, 5)  # the other edge
 
     env = envs.make_env("NumberLine", max_episode_steps=3)  # a shorter limit is a time-out
     *_, terminated, truncated, _ = play(env, 0, lambda info: "")[-1]
@@ -2409,6 +2437,7 @@ def test_number_line_rules():
     ("EZPoints", [12, 2], "10 =", [0, -1]),  # 10 is not 12
     ("EZPoints", [12, 2], "10 10 3 what + 2 =", [0, -1, -1, -1, 0, 0, -1]),  # used up, not there, no symbol
     ("EZPoints", [12, 2], "2 2 2 2 2 2 2", [0, -1, -1, -1, -1, -1, -1]),  # the seventh ends the game
+    ("Points24", [4, 6, 1, 1], "4 * 6 =", [0, 0, 0, -1]),  # two cards are left
     ("Points24", [2, 4, 1, 1], "2 4 + 1 - 1 =", [0] * 6 + [-1]),  # digits side by side are no 24
     ("Points24", [8, 3, 8, 3], "8 / ( 3 - 8 / 3 ) =", [0] * 9 + [10]),  # 23.999999999999993 in floating point
     ("Points24", [1, 11, 12, 13], "1 10 10 10 10", [0, 0, 0, 0, -1]),
@@ -2446,6 +2475,8 @@ def test_what_is_no_formula_has_no_value():
     ([10, 5], [10, 7], "stand", -1),  # and not from 17 on
     ([1, 10], [10, 9], "stand", 1),  # an ace counts 11 where it fits
     ([1, 10, 8], [10, 7], "stand", 1),  # and else 1
+    ([1, 1, 10], [10, 6], "stand", 1),  # 12, which has not lost
+    ([10, 10, 2], [10, 7], "stand", -1),  # 22
 ])  # fmt: skip
 def test_blackjack_is_paid_by_the_rules(player, dealer, action, reward):
     env = envs.make_env("Blackjack")
@@ -2455,6 +2486,30 @@ def test_blackjack_is_paid_by_the_rules(player, dealer, action, reward):
     env._card = lambda: (10, "K", "H")
     _, paid, terminated, _, info = env.step(action)
     assert (paid, terminated, info["success"]) == (reward, True, reward == 1)
+
+
+def test_what_the_frames_of_the_card_games_show(monkeypatch):
+    """What is drawn: numbers, or ranks and suits; of a hand also the cards that came later."""
+    drawn = []
+    monkeypatch.setattr(envs.ImageDraw.ImageDraw, "text", lambda self, xy, text, *_, **__: drawn.append(text))
+
+    def shown(name, **state):
+        env = made_once(name)
+        env.reset(seed=0)
+        vars(env.unwrapped).update(state)
+        drawn.clear()
+        env.render()
+        return " ".join(drawn)
+
+    assert shown("NumberLine", target=4, current=1) == "Target: 4 Current: 1"
+    cards = {"ranks": [1, 13], "suits": "HS", "formula": ["1", " "]}
+    assert shown("EZPoints", **cards) == "A H K S Formula: 1  "
+    player, dealer = [(1, "A", "S"), (10, "Q", "H"), (7, "7", "C")], [(5, "5", "D"), (6, "6", "D")]
+    assert shown("Blackjack", player=player, dealer=dealer) == "Dealer Player 5 D A S Q H 7 C"
+    env = made_once("Blackjack")
+    dealt = {env.unwrapped._card()[:2] for _ in range(500)}
+    tens = {(10, rank) for rank in "JQK"}
+    assert dealt == {(1, "A"), *((value, str(value)) for value in range(2, 10)), *tens}
 
 
 def test_the_dealer_s_hidden_card_is_not_shown():
@@ -2534,6 +2589,7 @@ def test_an_environment_with_discrete_actions():
     assert env.get_wrapper_attr("hint")() == "6"
     up = play(env, 0, lambda info: "6")
     assert rewards_of(up) == list(range(start + 1, 5))
+    assert up[-1][3:5] == (True, False)
 
     env.reset(seed=0)
     *_, info = env.step("5")
