@@ -171,14 +171,8 @@ def test_losses_equal_the_loop(name, B, R):
     batch = random_tokens(B, R)
     expected = mean_of_means(term, *batch)
     assert loss(*batch).item() == pytest.approx(expected, abs=1e-9)
-
-
-def test_at_ratio_one_a_step_s_tokens_share_its_advantage():
-    new, _, advantages, mask = random_tokens(4, 4)
-    loss = policy_loss(new, new.detach(), advantages, mask, 0.1)
-    (gradient,) = torch.autograd.grad(loss, new)
-    share = -advantages / 4 / mask.sum(1)
-    torch.testing.assert_close(gradient, share[:, None] * mask)
+    new, *others = batch
+    assert torch.autograd.gradcheck(lambda new: loss(new, *others), new)
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
@@ -504,31 +498,6 @@ def test_a_model_that_thinks_by_default_is_told_not_to(model, monkeypatch):
     assert asked == [None, False]
 
 
-INCOMPLETE = {  # what a model's folder lacks, and what is said
-    "preprocessor_config.json": "Can't load image processor",
-    "tokenizer.json": "Couldn't instantiate the backend tokenizer",
-    "chat_template.jinja": "it has no chat template",
-    "model-00002-of-": "model-00002-of-",
-    "*.safetensors": "model-00001-of-",
-    "model*": "no file named model.safetensors",
-}
-
-
-@pytest.mark.parametrize("part", INCOMPLETE)
-def test_a_run_with_a_folder_that_lacks_a_part_leaves_nothing(part, model, tmp_path, capsys):
-    folder = tmp_path / "model"
-    base = AutoModelForImageTextToText.from_pretrained(model)
-    base.save_pretrained(folder, max_shard_size="60KB")
-    for path in Path(model).glob("*[!s]"):  # all but the weights, which are in one file there
-        shutil.copy(path, folder)
-    argv = ["--env", "NumberLine", "--model", folder, "--runs_dir", tmp_path / "runs", *SMALL]
-    assert vldac.load_processor(folder, 16)
-    for path in folder.glob(part if "*" in part else f"{part}*"):
-        path.unlink()
-    assert INCOMPLETE[part] in refused(argv, capsys)
-    assert not list(tmp_path.glob("runs/*"))
-
-
 def half(folder):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
@@ -561,7 +530,15 @@ def refuses_a_chat(folder):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no images, please') }}")
 
 
+def without(name):
+    return lambda folder: (folder / name).unlink()
+
+
 @pytest.mark.parametrize("damage, message", [
+    (without("preprocessor_config.json"), "Can't load image processor"),
+    (without("tokenizer.json"), "Couldn't instantiate the backend tokenizer"),
+    (without("chat_template.jinja"), "it has no chat template"),
+    (without("model.safetensors"), "no file named model.safetensors"),
     (half, "incomplete"),
     (without_one, "is not complete: it has no "),
     (wider, "mismatch"),
@@ -588,8 +565,6 @@ def test_a_run_with_an_adapter_of_another_model_leaves_nothing(size, model, tmp_
     argv = ["--env", "NumberLine", "--model", model, "--adapter", adapter, "--runs_dir", tmp_path / "runs"]
     assert f"the adapter does not fit --model {model}: " in refused([*argv, *SMALL], capsys)
     assert not list(tmp_path.glob("runs/*"))
-    with pytest.raises(envs.UserError, match="does not fit"):
-        VLMPolicy(options(model, adapter=str(adapter)))
 
 
 # ----------------------------------------------------------------------- what is computed without cuDNN
@@ -857,16 +832,12 @@ def test_in_the_warm_up_only_the_value_head_learns(stop_grad, model, monkeypatch
         assert all(parameter.requires_grad for parameter in policy.lora_parameters())
 
 
-def test_the_value_head_is_an_mlp(model):
+def test_the_optimizer_is_adam_with_the_released_code_s_epsilon(model):
+    """Over LoRA and the value head, an MLP, without weight decay."""
     policy = make_policy(model, value_hidden=[3, 5])
     layers = [type(layer).__name__ for layer in policy.value_head]
     assert layers == ["Linear", "ReLU", "Linear", "ReLU", "Linear"]
     assert [layer.out_features for layer in policy.value_head[::2]] == [3, 5, 1]
-
-
-def test_the_optimizer_is_adam_with_the_released_code_s_epsilon(model):
-    """Over LoRA and the value head, without weight decay."""
-    policy = make_policy(model)
     optimizer = vldac.make_optimizer(policy, policy.args)
     [group] = optimizer.param_groups
     assert type(optimizer) is torch.optim.Adam and group["betas"] == (0.9, 0.999)
@@ -1117,10 +1088,7 @@ PARSED = [
     ('{"thoughts": "line\nbreak", "action": "turn\\u0020left"}', "turn left"),
     ('{"thoughts": "say \\"action\\": \\"turn left\\" now"}', None),  # a key inside a string is text
     ("{'action': 'turn left'}", None),
-    ("turn left", None),
-    ("", None),
     (answer("\ud800"), None),
-    ('{"action": 10}', "10"),
     *(
         (text, None) for text in ('{"action": 1', '{"action": 1/2}', '{"action": 1 or 10}')
     ),  # cut, or no number
@@ -1152,14 +1120,10 @@ def test_an_action_is_found_in_either_of_unicode_s_forms():
     assert parse_action(answer("\u00c9"), ["\u00e9", "e\u0301"]) is None
 
 
-def test_a_task_that_ends_in_a_period_has_one():
-    for task in ("open the door", "open the door.", "open the door. "):
-        assert build_prompt("", ["go"], task, 0, 9).startswith("Task: open the door.\nActions taken")
-
-
 def test_an_action_of_any_characters_can_be_copied_from_the_prompt():
     actions = ['click[12" x 18"]', "back\\slash", "two\nlines", "h\u00e4user", "plain"]
-    text = build_prompt("", actions, "shop", 0, 9)
+    text = build_prompt("", actions, "shop. ", 0, 9)
+    assert text.startswith("Task: shop.\nActions taken")
     [line] = re.findall(r"^Admissible actions: (.*)\.$", text, re.M)
     spelled = line.split(", ")
     assert spelled[3:] == ['"h\u00e4user"', '"plain"']
@@ -1183,10 +1147,11 @@ def test_the_parser_survives_hostile_text():
 
 
 def test_the_prompt_shows_the_newest_frames_once_and_counts_actions():
-    player = vldac.Player(Args(env=CORRIDOR, num_images=3, invalid_reward=-7.0))
+    """Also of a world that draws over its frame and has numpy's strings, which no checkpoint could hold."""
+    player = vldac.Player(Args(env="test_vldac:Canvas-v0", num_images=3, invalid_reward=-7.0))
     player.reset(0)
     places = []
-    for t, action in enumerate(["right", None, "left", "right"]):
+    for t, action in enumerate([np.str_("right"), None, np.str_("left"), np.str_("right")]):
         places.append(player.env.unwrapped.place)
         text, frames = player.prompt()
         assert [frame.max() // 40 for frame in frames] == places[-3:]
@@ -1194,6 +1159,7 @@ def test_the_prompt_shows_the_newest_frames_once_and_counts_actions():
         assert re.findall(r"place (\d)", text) == [str(places[-1])]
         reward, _, _ = player.step(action)
         assert (reward == -7.0) == (action is None)
+    assert {type(action) for action in player.actions} == {str}
 
 
 # -------------------------------------------------------------------------------------------- a whole run
@@ -1226,13 +1192,6 @@ def without_times(rows):
     return [{k: v for k, v in row.items() if "time/" not in k and "per_second" not in k} for row in rows]
 
 
-CHARTS = """success_rate episodic_return episodic_length invalid_action_rate cut_share response_length
-learning_rate env_steps_per_second"""
-LOSSES = """policy_loss kl_loss value_loss kl_base entropy approx_kl clipfrac explained_variance advantage_std
-grad_norm_lora grad_norm_value outcomes ratio_first"""
-LOGGED = [f"charts/{key}" for key in CHARTS.split()] + [f"losses/{key}" for key in LOSSES.split()]
-
-
 def pretend_gpu(monkeypatch, bfloat16=True):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -1250,9 +1209,9 @@ def test_a_run_writes_what_it_says(run, name, monkeypatch, capsys):
     assert ["eval/success_rate" in row for row in rows] == [True, False, True]
     for row in rows[1:]:
         assert row["losses/ratio_first"] == 0.0
-        assert row.keys() >= {*LOGGED, "time/collect", "time/score", "time/update"}
-    sample = rows[1]["samples"][0]
-    assert "Task: " in sample["prompt"] and sample.keys() == {"prompt", "response", "action", "reward"}
+    sample = rows[1]["samples"][0]  # before it nothing was played
+    assert "Actions taken: 0. " in sample["prompt"]
+    assert sample.keys() == {"prompt", "response", "action", "reward"}
     names = {path.name for path in folder.iterdir()}
     assert names == {"args.json", "log.jsonl", "checkpoint.pt", "adapter"}
     printed = capsys.readouterr().out
@@ -1263,7 +1222,9 @@ def test_a_run_writes_what_it_says(run, name, monkeypatch, capsys):
     assert ["eval_success " in line for _, line in lines] == [True, False, True]
     assert ["kl_base 0.000" in line for _, line in lines] == [False, True, True]
     assert ["outcomes " in line for _, line in lines] == [False, True, True]
-    assert "the first prompt, after its frames:\nTask: " in printed
+    first = "LoRA is on 14 linear layers of the language model\nthe first prompt, after its frames:\nTask: "
+    assert first in printed
+    assert "\nit names no admissible action\n" in printed
 
 
 def test_a_row_of_the_log_by_hand(model):
@@ -1291,30 +1252,12 @@ def test_a_row_of_the_log_by_hand(model):
     assert vldac.summary([played, won])["invalid_action_rate"] == 0.5  # 3 of 6
 
 
-def test_a_first_response_is_shown_with_the_action_that_it_names(model, monkeypatch, capsys):
-    policy = make_policy(model)
-    player = vldac.Player(options(model, env=CORRIDOR))
-    player.next_episode()
-    script(monkeypatch, [answer("right"), "right"])
-    for _ in range(2):
-        vldac.show_a_response(policy, player)
-    text, _ = player.prompt()
-    head = "LoRA is on 14 linear layers of the language model\nthe first prompt, after its frames:\n"
-    first, second = [f"{head}{text}\na response: "] * 2
-    first += answer("right") + "\nits action: right\n"
-    second += "right\nit names no admissible action\n"
-    assert capsys.readouterr().out == first + second
-    assert player.actions == []  # nothing is played
-
-
 @pytest.mark.parametrize("env, episodes, num_envs, players", [
     ("OneRoom", 50, 16, 50),
     ("Blackjack", 200, 16, 64),
     ("MazeS3", 200, 8, 32),
-    ("OneRoom", 200, 4, 16),
     ("WebShop", 50, 16, 16),
     (CORRIDOR, 200, 8, 8),
-    (CORRIDOR, 3, 16, 3),
 ])  # fmt: skip
 def test_how_many_episodes_an_evaluation_plays_at_once(env, episodes, num_envs, players, monkeypatch):
     """More than a rollout where a world is light, but not if there are few for lack of memory."""
@@ -1423,13 +1366,14 @@ def test_a_replaced_act_plays_in_training_and_in_evaluations(run, monkeypatch):
         run(CORRIDOR, name="other")
 
 
-def test_there_is_no_success_rate_before_every_player_has_ended_an_episode(run, monkeypatch):
+def test_there_is_no_success_rate_before_every_player_has_ended_an_episode(run, monkeypatch, capsys):
     """One player begins two steps before the end of the corridor, the other four, so one ends alone."""
     script(monkeypatch, [answer("right")])
     sizes = ["--num_steps", 2, "--minibatch_size", 4, "--total_timesteps", 8]
     _, (_, *rows) = run(CORRIDOR, "--seed", 5, *sizes)
     assert [row["charts/success_rate"] for row in rows] == [None, 1.0]
     assert len(rows[0]["episodes"]) == 1 and rows[1]["episodes"]
+    assert f"a response: {answer('right')}\nits action: right\n" in capsys.readouterr().out
 
 
 def test_every_update_and_every_seed_has_random_numbers_of_its_own(run, monkeypatch):
@@ -2141,7 +2085,6 @@ def test_the_name_of_a_result_tells_what_was_typed(model, toy_run, tmp_path, mon
 
 WRONG_EVALUATIONS = {
     "run nowhere": "nowhere is not the folder of a run",
-    "hint --env OneRom": "Did you mean: `OneRoom`?",
     "hint --env test_vldac:Corridor-v0": "test_vldac:Corridor-v0 gives no hint",
     "random --env NumberLine --episodes 0": "--episodes must be at least 1",
     "model --env NumberLine --device cpu": "a toy belongs to a run",
@@ -2150,7 +2093,6 @@ WRONG_EVALUATIONS = {
     "run run": "run has saved nothing yet",
     "random --resume run --episodes 2": "--resume is no option of an evaluation",
     "run run --lora_alpha 64": "--lora_alpha is no option of an evaluation",
-    "run run --lora_rank 8": "--lora_rank is no option of an evaluation",
     "start run --eval_episodes 1000": "--eval_episodes is no option of an evaluation",
     "model --env NumberLine --learning_rate 1": "--learning_rate is no option of an evaluation",
 }
@@ -2310,8 +2252,6 @@ def test_an_action_may_be_several_steps_of_miniworld():
     assert info["success"] and info["left"] == 43 - actions
     steps = (1 - reward) / 0.2 * 180
     assert 3 * actions - 2 <= round(steps, 3) <= 3 * actions
-    with pytest.raises(envs.UserError, match="--action_repeat is for MiniWorld's rooms"):
-        envs.make_env("EZPoints", action_repeat=2)
 
 
 @needs_opengl
@@ -2507,20 +2447,10 @@ def test_what_the_frames_of_the_card_games_show(monkeypatch):
     player, dealer = [(1, "A", "S"), (10, "Q", "H"), (7, "7", "C")], [(5, "5", "D"), (6, "6", "D")]
     assert shown("Blackjack", player=player, dealer=dealer) == "Dealer Player 5 D A S Q H 7 C"
     env = made_once("Blackjack")
+    assert env.caption() == "the dealer shows 5 and the player has 18 with an ace"
     dealt = {env.unwrapped._card()[:2] for _ in range(500)}
     tens = {(10, rank) for rank in "JQK"}
     assert dealt == {(1, "A"), *((value, str(value)) for value in range(2, 10)), *tens}
-
-
-def test_the_dealer_s_hidden_card_is_not_shown():
-    env = envs.make_env("Blackjack")
-    env.reset(seed=4)
-    frame, caption = env.render(), env.caption()
-    ace = (1, "A", "C")
-    env.dealer[1] = ace
-    assert (env.render() == frame).all() and env.caption() == caption
-    env.dealer[0] = ace
-    assert (env.render() != frame).any() and env.caption() != caption
 
 
 # ------------------------------------------------------------------------------ other people's environments
@@ -2610,17 +2540,6 @@ class Canvas(Corridor):
     def _frame(self):
         self.image[:] = 40 * self.place
         return self.image
-
-
-def test_a_world_may_draw_over_its_frame_and_use_numpy():
-    player = vldac.Player(Args(env="test_vldac:Canvas-v0", num_images=3))
-    player.reset(0)
-    start = player.env.unwrapped.place
-    player.step(player.info["actions"][1])
-    player.step(None)
-    seen = [observation["image"].max() // 40 for observation in player.observations]
-    assert seen == [start, start + 1, start + 1]
-    assert [type(action) for action in player.actions] == [str, str]  # or a checkpoint could not be read
 
 
 def lost(*_):

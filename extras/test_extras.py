@@ -34,7 +34,6 @@ import test_vldac  # noqa: E402
 import vldac  # noqa: E402
 from test_vldac import (  # noqa: E402
     CORRIDOR,
-    LOGGED,
     LONG,
     NEARLY,
     TROUBLED,
@@ -194,8 +193,7 @@ def test_a_run_of_loop_that_was_killed_goes_on(run, tmp_path, monkeypatch):
     monkeypatch.setattr(VLMPolicy, "decode", left_or_right)
     options = [*LONG, "--total_timesteps", 48, "--group_size", 2]
     folder, (_, *rows) = run(TROUBLED, *options, name="whole", main=loop.main)
-    of_the_critic = {"losses/explained_variance", "losses/advantage_std"}  # which is not there
-    assert any(row.keys() >= set(LOGGED) - of_the_critic for row in rows)
+    assert any("losses/policy_loss" in row for row in rows)
     played = 0
     for row in rows:
         assert played + 8 <= 48
