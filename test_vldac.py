@@ -1931,6 +1931,33 @@ def test_the_toy_is_taught_again_for_what_its_lesson_depends_on_only(tmp_path, m
     assert newest.name.startswith("extras-my-world-Doors-") and newest != first
     others = {folder(seed=7), folder(edited=build_prompt), folder(edited=envs), folder(edited=my_world)}
     assert len(others - {first}) == 4 and first.parent == tmp_path / "vldac"
+    changes = {"split": "eval", "num_envs": 4, "num_images": 2, "max_image_tokens": 32, "max_new_tokens": 9}
+    changes |= {"max_episode_steps": 7, "action_repeat": 2}
+    rooms = {folder(env="OneRoom", **{name: value}) for name, value in changes.items()}
+    assert len(rooms - {folder(env="OneRoom")}) == len(changes)
+
+
+def test_a_toy_is_taught_until_both_goals_are_reached_on_frames_that_it_has_not_met(tmp_path, monkeypatch):
+    """Rare captions are shown as often as common ones."""
+    reached = iter([(1.0, 0.5), (0.5, 1.0), (1.0, 1.0), (1.0, 1.0)])
+    play, played, asked, shown = toy.play, [], [], []
+
+    def captioned(args, count, seed):
+        examples = play(args, 40, seed)
+        for i, example in enumerate(examples):
+            example.caption = "rare" if i % 10 == 0 else "common"
+        played.append((seed, examples))
+        return examples
+
+    monkeypatch.setattr(toy, "play", captioned)
+    monkeypatch.setattr(toy, "quality", lambda policy, examples: asked.append(examples) or next(reached))
+    spy(monkeypatch, toy.Example, "response", lambda example, rng: shown.append(example.caption))
+    args = Args(env=SIGNAL, model="tiny", device="cpu", num_envs=4, num_images=1, max_image_tokens=16)
+    toy.teach(args, tmp_path / "toy", steps=2, rounds=4)
+    (seed, _), (other_seed, held_out) = played
+    assert seed != other_seed and len(asked) == 3 and all(examples is held_out for examples in asked)
+    taught = shown[40:]  # after those of the tokenizer
+    assert len(taught) == 3 * 2 * 48 and 0.4 < taught.count("rare") / len(taught) < 0.6
 
 
 @registered

@@ -45,6 +45,7 @@ from test_vldac import (  # noqa: E402
     gradients,
     killed,
     make_policy,
+    mean_of_means,
     options,
     random_tokens,
     refused,
@@ -87,6 +88,43 @@ def test_rl4vlm_equals_the_loop(thought_coef):
     new = new.masked_fill(mask == 0, math.nan)
     loss = rl4vlm.rl4vlm_loss(new, old, advantages, weights, 0.1)
     assert loss.item() == pytest.approx(np.mean(terms), abs=1e-9)
+
+
+def test_rl4vlm_weighs_the_thoughts_of_a_micro_batch(model):
+    policy = make_policy(model)
+    policy.args = rl4vlm.Args(**vars(policy.args), thought_coef=0.5)
+    [[micro_batch]] = some_minibatches(policy)
+    for step in micro_batch:
+        step.logprobs = step.logprobs - 0.05 * torch.rand(len(step.tokens))
+    new, _, _ = scored(policy, micro_batch)
+    weights = vldac.pad([rl4vlm.thought_weights(policy, step.tokens) for step in micro_batch])
+    assert weights.max() == 0.5  # they name no action
+    old, advantages = column(micro_batch, "logprobs"), column(micro_batch, "advantage")
+    expected = rl4vlm.rl4vlm_loss(new, old, advantages, weights, policy.args.clip_coef)
+    _, log = rl4vlm.losses(policy, micro_batch, policy.args)
+    assert log["policy_loss"] == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_one_ratio_for_each_response_equals_the_loop():
+    """The mean of its tokens' log ratios, clipped once."""
+    new, old, advantages, mask = random_tokens(6, 5)
+    logratios = ((new - old) * mask).sum(1) / mask.sum(1)
+    terms = []
+    for logratio, advantage in zip(logratios.tolist(), advantages.tolist(), strict=True):
+        terms.append(surrogate(logratio, advantage))
+    loss = response_ratio.response_loss(new, old, advantages, mask, 0.1)
+    assert loss.item() == pytest.approx(np.mean(terms), abs=1e-9)
+
+
+def test_loop_s_loss_equals_the_loop():
+    """Clipped to 1 / 1.1 and 1.1."""
+
+    def term(logratio, advantage):
+        ratio = math.exp(logratio)
+        return max(-advantage * ratio, -advantage * min(max(ratio, 1 / 1.1), 1.1))
+
+    batch = random_tokens(6, 5)
+    assert loop.loop_loss(*batch, 0.1).item() == pytest.approx(mean_of_means(term, *batch), abs=1e-9)
 
 
 TALK = '{"thoughts": "it is ahead", '
@@ -191,18 +229,30 @@ def killed_and_resumed(run, options, main, tmp_path, monkeypatch) -> Path:
 def test_a_run_of_loop_that_was_killed_goes_on(run, tmp_path, monkeypatch):
     """Whole episodes, pairs from the same start, as many as the budget allows."""
     monkeypatch.setattr(VLMPolicy, "decode", left_or_right)
-    options = [*LONG, "--total_timesteps", 48, "--group_size", 2]
+    options = [*LONG, "--total_timesteps", 60, "--num_envs", 4, "--num_steps", 2, "--group_size", 2]
+    options += ["--final_learning_rate", 0.002]
+    rates, called = [], []
+
+    def note(policy, optimizer, *_):
+        rates.append(optimizer.param_groups[0]["lr"])
+
+    spy(monkeypatch, vldac, "update", note)
+    spy(monkeypatch, loop, "loop_loss", lambda *_: called.append(1))
     folder, (_, *rows) = run(TROUBLED, *options, name="whole", main=loop.main)
-    assert any("losses/policy_loss" in row for row in rows)
-    played = 0
+    assert called and rates == [row["charts/learning_rate"] for row in rows if "losses/policy_loss" in row]
+    played, starts, flags = 0, [], []
     for row in rows:
-        assert played + 8 <= 48
-        one, two = row["episodes"]
-        assert one["seed"] == two["seed"]
-        played += one["length"] + two["length"]
+        assert played + 8 <= 60
+        assert row["charts/learning_rate"] == vldac.cosine(played // 8, 7, 0.01, 0.002)
+        one, other, two, another = [episode["seed"] for episode in row["episodes"]]
+        assert (one, two) == (other, another)
+        starts += [one, two]
+        played += sum(episode["length"] for episode in row["episodes"])
         assert row["global_step"] == played
-        assert row["losses/outcomes"] == (one["success"] + two["success"]) / 2  # its only end
-    assert played + 8 > 48
+        flags += [episode["success"] for episode in row["episodes"]]
+        assert row["losses/outcomes"] == np.mean(flags[-4:])  # its only end
+        assert row["charts/success_rate"] == np.mean(flags)
+    assert played + 8 > 60 and len(set(starts)) == 2 * len(rows) > 8
 
     part = killed_and_resumed(run, options, loop.main, tmp_path, monkeypatch)
     same_runs(folder, part)
@@ -429,20 +479,25 @@ def test_the_losses_of_tokens():
     assert critic.token_value_loss(new * junk, new - 2, mask).item() == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("stop_grad, warmup", [(True, False), (False, False), (True, True)])
-def test_an_update_of_tokens_steps_along_equation_6(stop_grad, warmup, model, monkeypatch):
+@pytest.mark.parametrize("stop_grad, warmup, kl_ref", [
+    (True, False, "base"), (False, False, "old"), (True, True, "base"),
+])  # fmt: skip
+def test_an_update_of_tokens_steps_along_equation_6(stop_grad, warmup, kl_ref, model, monkeypatch):
     """Six steps in micro-batches of four and two have the gradient of one batch."""
     monkeypatch.setattr(vldac, "losses", critic.losses)
-    changes = {"value_hidden": [], "dtype": "float64"}
-    policy = make_policy(model, cls=critic.TokenCritic, stop_grad=stop_grad, **changes)
+    changes = {"value_hidden": [], "dtype": "float64", "stop_grad": stop_grad, "kl_ref": kl_ref}
+    policy = make_policy(model, cls=critic.TokenCritic, **changes)
     minibatches = some_minibatches(policy, micro_batch_size=4)
     micro_batch = [*minibatches[0][0], *minibatches[0][1]]
     for step in micro_batch:
         step.advantage, step.return_ = torch.randn(2, len(step.tokens))
+        step.logprobs = step.logprobs - 0.2 * torch.rand(len(step.tokens))
     new, mask, values = scored(policy, micro_batch)
     old, advantages = column(micro_batch, "logprobs"), column(micro_batch, "advantage")
     pg_loss = critic.token_policy_loss(new, old, advantages, mask, 0.1)
     kl = vldac.kl_base(new, column(micro_batch, "baselogprobs"), mask)
+    if kl_ref == "old":
+        kl = vldac.kl_old(new, old, mask)
     errors = []
     for value, step in zip(values, micro_batch, strict=True):
         errors.append(value[: len(step.return_)] - step.return_)

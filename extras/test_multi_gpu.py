@@ -117,6 +117,7 @@ def test_a_run_of_two_processes(tmp_path, model, monkeypatch, capfd):
     argv = ["--env", TROUBLED, "--model", model, "--runs_dir", tmp_path, *SMALL, *LONG, *sizes, "--run_name"]
     argv = [str(word) for word in argv]
     set_seed, make_optimizer, evaluate = vldac.set_seed, vldac.make_optimizer, vldac.evaluate
+    summary = vldac.summary
     policies = []
 
     def record(seed):
@@ -128,6 +129,11 @@ def test_a_run_of_two_processes(tmp_path, model, monkeypatch, capfd):
         (tmp_path / f"evaluated by {multi_gpu.RANK}").write_text(str(seeds))
         return evaluate(policy, players, seeds, play)
 
+    def record_summary(episodes):
+        seeds = [episode["seed"] for episode in episodes]
+        (tmp_path / f"summarised by {multi_gpu.RANK}").write_text(str(seeds))
+        return summary(episodes)
+
     def remember(policy, args):
         policies.append(policy)
         return make_optimizer(policy, args)
@@ -137,6 +143,7 @@ def test_a_run_of_two_processes(tmp_path, model, monkeypatch, capfd):
         torch.save(vldac.trainable_weights(policies[-1]), tmp_path / f"weights of {multi_gpu.RANK}")
 
     recorded = {"set_seed": record, "make_optimizer": remember, "evaluate": record_evaluation}
+    monkeypatch.setattr(vldac, "summary", record_summary)
     with mock.patch.multiple(multi_gpu.original, **recorded):
         assert two(train, [*argv, "whole"]) == [0, 0]
     printed = capfd.readouterr().out
@@ -151,6 +158,7 @@ def test_a_run_of_two_processes(tmp_path, model, monkeypatch, capfd):
     assert [row["losses/ratio_first"] for row in rows] == [0.0] * 4
     assert "eval/success_rate" in start
     assert [(tmp_path / f"evaluated by {rank}").read_text() for rank in (0, 1)] == ["[0, 2]", "[1, 3]"]
+    assert (tmp_path / "summarised by 0").read_text() == "[0, 1, 2, 3]"  # the last evaluation
     optimizer = torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)["optimizer"]
     assert optimizer["state"][len(optimizer["state"]) - 1]["step"] == 16  # four minibatches an update
     seeds = [episode["seed"] for row in rows for episode in row["episodes"]]

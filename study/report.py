@@ -163,8 +163,8 @@ def interval(differences) -> tuple[float, float] | None:
 def holm(ps) -> list[float]:
     """p of several tests, each corrected for all of them (Holm 1979).
 
-    >>> holm([0.01, 0.5, 0.02])  # times three, times one, times two; none below that of a smaller p
-    [0.03, 0.5, 0.04]
+    >>> holm([0.03, 0.5, 0.04])  # times three, times one, times two; but none below that of a smaller p
+    [0.09, 0.5, 0.09]
     """
     order = np.argsort(ps)
     corrected = np.array(ps, dtype=float)
