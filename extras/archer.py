@@ -20,8 +20,8 @@ Not as in its authors' code:
   and constant rates. (The KL is a mean over the tokens, beside a sum of log-probabilities.) Advantages are
   not normalised, as in their code.
 In the first --value_warmup updates only the critic learns, as one-step TD carries a reward back slowly.
-gae_lambda, clip_coef and stop_grad have no effect. The buffer is on the GPU and in every checkpoint: 2 GB of
-a 7B after 51,200 steps.
+gae_lambda, clip_coef and stop_grad have no effect. The buffer is on the GPU and in every checkpoint: by
+arithmetic 2 GB of a 7B after 51,200 steps.
 """
 
 import copy
@@ -191,7 +191,7 @@ def train_actor(policy, critic, optimizer, minibatches, args) -> dict[str, float
         fresh = []
         for step, tokens, advantage in zip(steps, responses, advantages, strict=True):
             fresh.append(dataclasses.replace(step, tokens=tokens, advantage=advantage))
-        answered = vldac.make_minibatches(fresh, args)  # one
+        answered = vldac.make_minibatches(fresh, args)  # a single one
         original.score(policy, answered)
         for step in fresh:
             step.return_ = step.value  # not used: the value loss has the weight 0
