@@ -78,7 +78,7 @@ class AnyText(Text):
 class World(gym.Env):
     """What the worlds of this file share: the spaces, the time limit and the info dict.
 
-    A subclass has `task`, `actions`, `_reset()`, `_step(action) -> (reward, terminated)`, `_frame()`, perhaps
+    A subclass has `task`, `actions`, `_reset()`, `_step(action) -> (reward, terminated)`, `render()`, perhaps
     `caption()` and `hint()`, and sets `success`.
 
     limit           actions in an episode; None: the world's own
@@ -120,9 +120,6 @@ class World(gym.Env):
             reward += self.time_out_reward
         return self._observation(), float(reward), terminated, truncated, self._info()
 
-    def render(self):
-        return self._frame()
-
     def _admissible(self, action) -> bool:
         return action in self.actions
 
@@ -133,7 +130,7 @@ class World(gym.Env):
         return ""
 
     def _observation(self):
-        return {"image": self._frame(), "text": self._text()}
+        return {"image": self.render(), "text": self._text()}
 
     def _info(self):
         left = self.limit - self.taken
@@ -147,12 +144,9 @@ RED_BOX = [*MINIWORLD, "OneRoomS6", "OneRoomS6Fast", "Maze", "MazeS2", "MazeS3",
 RED_BOX += [f"{letter}Maze{side}" for letter in "TY" for side in ("", "Left", "Right")]
 
 OPENGL = (
-    "apt-get update && apt-get install -y --no-install-recommends libegl1 libegl-mesa0 libgl1 "
-    "libgl1-mesa-dri libglu1-mesa libfreetype6 (as root; it renders in software, without GPU or display)"
-)
-NO_DEVICE = (
-    "no device of EGL draws. Mesa's software renderer does (libegl-mesa0, libgl1-mesa-dri), unless "
-    "__EGL_VENDOR_LIBRARY_FILENAMES names another library"
+    "it needs Mesa, as root: apt-get update && apt-get install -y --no-install-recommends libegl1 "
+    "libegl-mesa0 libgl1 libgl1-mesa-dri libglu1-mesa libfreetype6; and __EGL_VENDOR_LIBRARY_FILENAMES must "
+    "name no other library"
 )
 
 
@@ -195,13 +189,10 @@ def make_simulator(name, height, width):
     except ModuleNotFoundError as error:
         raise UserError(f"MiniWorld is not installed ({error}): pip install -r requirements.txt") from None
     except Exception as error:
-        if isinstance(error, ImportError):  # of a library
-            what = OPENGL
-        elif type(error).__module__.startswith("pyglet."):  # one of its own five
-            what = NO_DEVICE
-        else:
+        of_pyglet = type(error).__module__.startswith("pyglet.")  # one of its own five
+        if not of_pyglet and not isinstance(error, ImportError):  # of a library
             raise
-        message = f"MiniWorld cannot render here ({type(error).__name__}: {error}): {what}"
+        message = f"MiniWorld cannot render here ({type(error).__name__}: {error}): {OPENGL}"
         raise UserError(f"{message}; or try a world without OpenGL: --env NumberLine") from None
 
 
@@ -244,7 +235,7 @@ class MiniWorld(World):
         self.env.step_count += self.action_repeat  # so that a later success pays for this action too
         return self.invalid_reward
 
-    def _frame(self):
+    def render(self):
         return self.image.copy()
 
     def _where(self):
@@ -315,7 +306,7 @@ class CardGame(World):
             terminated, truncated = True, False
         return observation, reward, terminated, truncated, info
 
-    def _frame(self):
+    def render(self):
         image = Image.new("RGB", (300, 300), self.background)
         self._draw(ImageDraw.Draw(image))
         return np.array(image)
@@ -560,10 +551,7 @@ class Blackjack(CardGame):
 
 # ------------------------------------------------------------------------------------------------ ALFWorld
 
-ALFWORLD = (
-    "pip install alfworld (Python 3.11 or 3.12, with a C++ compiler and make), then alfworld-download "
-    "(ALFWORLD_DATA says where to, by default ~/.cache/alfworld)"
-)
+ALFWORLD = "pip install alfworld, then alfworld-download (more in docs/guide.md, under Worlds)"
 
 
 @contextlib.contextmanager
@@ -612,15 +600,6 @@ def load_alfworld(kind, split):
     return maker
 
 
-def draw_text(text, size):
-    """The text as a uint8 frame (H, W, 3), black on white, wrapped; what does not fit is left out."""
-    height, width = size
-    lines = [line for part in text.splitlines() for line in textwrap.wrap(part, width // 8) or [""]]
-    image = Image.new("RGB", (width, height), "white")
-    ImageDraw.Draw(image).multiline_text((8, 8), "\n".join(lines[: height // 20]), "black", font(15))
-    return np.array(image)
-
-
 class ALFWorld(World):
     """Household tasks in text (Shridhar et al. 2021), the text drawn on the frame too: 1 if done, else 0."""
 
@@ -661,8 +640,15 @@ class ALFWorld(World):
     def _text(self):
         return f"{self.scene}\n{self.said}".strip()
 
-    def _frame(self):
-        return draw_text(self._text(), self.size)
+    def render(self):
+        """The text, black on white, wrapped; what does not fit is left out."""
+        height, width = self.size
+        lines = []
+        for part in self._text().splitlines():
+            lines += textwrap.wrap(part, width // 8) or [""]
+        image = Image.new("RGB", (width, height), "white")
+        ImageDraw.Draw(image).multiline_text((8, 8), "\n".join(lines[: height // 20]), "black", font(15))
+        return np.array(image)
 
     def caption(self):
         return (self.said or self.scene).split(". ")[0][:60]
@@ -703,20 +689,14 @@ class ALFWorldThor(ALFWorld):
     def _invalid(self):
         return self.invalid_reward + self.reached
 
-    def _frame(self):
+    def render(self):
         return self.env.get_frames()[0][..., ::-1].copy()  # it gives blue, green, red
 
 
 # ------------------------------------------------------------------------------------------------- WebShop
 
-WEBSHOP = (
-    "start its site on port 3000, as docs/guide.md says under Worlds (or let WEBSHOP_URL say where it runs), "
-    "and open it once in a browser, as it loads its catalogue then"
-)
-BROWSER = (
-    "pip install playwright && playwright install --with-deps chromium "
-    "(or let CHROMIUM name a browser that is there)"
-)
+WEBSHOP = "start its site (docs/guide.md, under Worlds), or let WEBSHOP_URL say where it is"
+BROWSER = "pip install playwright && playwright install --with-deps chromium"
 
 
 @functools.cache
@@ -830,7 +810,7 @@ class WebShop(World):
         cut = len(self.body) - self.longest_text
         return self.body[: self.longest_text] + (f" (and {cut} more characters)" if cut > 0 else "")
 
-    def _frame(self):
+    def render(self):
         return self.image.copy()
 
     def hint(self):
@@ -872,8 +852,6 @@ class TextActions(gym.Wrapper):
             names = env.get_wrapper_attr("get_action_meanings")()
         elif isinstance(actions, enum.EnumType) and space == env.unwrapped.action_space:
             names = [actions(number).name for number in numbers]
-        if not len(numbers) == len(names) == len(set(names)):
-            raise UserError(f"{len(numbers)} actions need as many different names, not {names}")
         self.number_of = dict(zip(names, numbers, strict=True))
         env.reset(seed=0)
         self.observation_space = Dict(image=Box(0, 255, self._frame().shape, np.uint8), text=AnyText())
@@ -935,10 +913,7 @@ class Checked(gym.Wrapper):
             raise UserError(f"its action_space must be Discrete, or its observation_space {space}")
 
     def reset(self, *, seed=None, options=None):
-        result = self.env.reset(seed=seed, options=options)
-        if not isinstance(result, tuple):
-            raise UserError(f"reset must return (observation, info), not {type(result).__name__}")
-        observation, info = result
+        observation, info = self.env.reset(seed=seed, options=options)
         if not isinstance(info.get("task"), str):
             raise UserError('reset must say what to achieve in info["task"], a str')
         # Minigrid's name for its limit is max_steps; some of its worlds set it in reset.
@@ -982,9 +957,7 @@ class Checked(gym.Wrapper):
 
     def hint(self):
         """The world's own, if it has one."""
-        if not self.env.has_wrapper_attr("hint"):
-            return None
-        hint = self.env.get_wrapper_attr("hint")()
+        hint = call_optional(self.env, "hint")
         a_search = "search[...]" in self.actions and str(hint).startswith("search[")
         if hint is not None and hint not in self.actions and not a_search:
             raise UserError(f"hint() must return one of the actions now, {self.actions}, not {hint!r}")
@@ -995,7 +968,6 @@ class Checked(gym.Wrapper):
 
 CARDS = ["NumberLine", "EZPoints", "Blackjack", "Points24"]
 TEXT = ["ALFWorld", "ALFWorldThor", "WebShop"]
-NAMES = [*RED_BOX, *CARDS, *TEXT]
 
 for name in RED_BOX:
     gym.register(f"vldac/{name}-v0", f"{__name__}:MiniWorld", kwargs={"name": name})
@@ -1037,17 +1009,8 @@ def make_env(
         env = gym.make(env_id, disable_env_checker=True)
         if isinstance(getattr(env, "action_space", None), Discrete):
             env.close()
-            if "rgb_array" not in env.metadata.get("render_modes", []):
-                message = 'no render mode "rgb_array"; for actions in words, action_space = AnyText()'
-                raise UserError(f"--env {name}: it has Discrete actions, but {message}")
             env = TextActions(gym.make(env_id, disable_env_checker=True, render_mode="rgb_array"))
-    except gym.error.UnregisteredEnv as error:
-        module, _, own = name.rpartition(":")
-        help_text = f"The worlds of envs.py: {', '.join(NAMES)}"
-        if module:
-            help_text = f'{module} must register it: gym.register("{own}", ...)'
-        raise UserError(f"--env {name}: {error} {help_text}") from None
-    except (gym.error.Error, ModuleNotFoundError) as error:  # pygame, or a module of that name, is missing
+    except (gym.error.Error, ModuleNotFoundError) as error:  # no such id, or pygame or a module is missing
         raise UserError(f"--env {name}: {error}") from None
     return Checked(env, max_episode_steps, invalid_reward)
 
@@ -1085,17 +1048,12 @@ def traced(seed, actions):
 
 def first_step(env, seed, action=None):
     """What an episode shows and pays in its first step, that of an admissible action or of another."""
-    checked = isinstance(env, Checked)  # its hints are checked, too
     with traced(seed, []):
         first, info = env.reset(seed=seed)
-        if checked:
-            env.hint()
     if action is None:
         action = random_action(info["actions"], info["task"], random.Random(seed))
     with traced(seed, [action]):
-        second, reward, terminated, truncated, _ = env.step(action)
-        if checked and not (terminated or truncated):
-            env.hint()
+        second, reward, *_ = env.step(action)
     texts = info["task"], first["text"], second["text"]
     return texts, first["image"].tobytes(), second["image"].tobytes(), reward
 

@@ -942,7 +942,7 @@ class Corridor(envs.World):
         self.success = self.place == 4
         return self.place, self.success
 
-    def _frame(self):
+    def render(self):
         return np.full((28, 28, 3), 40 * self.place, np.uint8)
 
     def _text(self):
@@ -1108,18 +1108,6 @@ def test_parse_action():
     assert parse_action(answer("search[red shoes]"), ["click[back]"]) is None
 
 
-def test_an_action_is_found_in_either_of_unicode_s_forms():
-    """Qwen2's tokenizer composes: e and an accent, as a world may write them, the model writes as one."""
-    composed, in_parts = "caf\u00e9", "cafe\u0301"
-    assert parse_action(answer(composed), [in_parts, "go"]) == in_parts
-    assert parse_action(answer(in_parts), [composed, "go"]) == composed
-    assert parse_action(answer(composed), ["CAFE\u0301", in_parts]) is None  # either could be meant
-    assert parse_action(answer(composed), ["CAFE\u0301", "go"]) == "CAFE\u0301"
-    for action in (composed, in_parts):  # both are there: only what is equal as it is can be meant
-        assert parse_action(answer(action), [composed, in_parts]) == action
-    assert parse_action(answer("\u00c9"), ["\u00e9", "e\u0301"]) is None
-
-
 def test_an_action_of_any_characters_can_be_copied_from_the_prompt():
     actions = ['click[12" x 18"]', "back\\slash", "two\nlines", "h\u00e4user", "plain"]
     text = build_prompt("", actions, "shop. ", 0, 9)
@@ -1250,20 +1238,6 @@ def test_a_row_of_the_log_by_hand(model):
     expected |= {"losses/outcomes": 0.25, "time/collect": 1.0, "time/score": 2.0, "time/update": 1.0}
     assert row == expected
     assert vldac.summary([played, won])["invalid_action_rate"] == 0.5  # 3 of 6
-
-
-@pytest.mark.parametrize("env, episodes, num_envs, players", [
-    ("OneRoom", 50, 16, 50),
-    ("Blackjack", 200, 16, 64),
-    ("MazeS3", 200, 8, 32),
-    ("WebShop", 50, 16, 16),
-    (CORRIDOR, 200, 8, 8),
-])  # fmt: skip
-def test_how_many_episodes_an_evaluation_plays_at_once(env, episodes, num_envs, players, monkeypatch):
-    """More than a rollout where a world is light, but not if there are few for lack of memory."""
-    args = options("any", env=env, num_envs=num_envs)
-    monkeypatch.setattr(vldac, "Player", lambda args: args)
-    assert len(vldac.evaluation_players(args, episodes)) == players
 
 
 def test_an_evaluation_shows_its_progress_at_every_step(model, monkeypatch, capsys):
@@ -1709,8 +1683,7 @@ def test_an_infinite_number_becomes_null_and_the_run_goes_on(run, monkeypatch):
 
 WRONG = {
     "--env OneRom": "Did you mean: `OneRoom`?",
-    "--env Nothing-v0": "Environment `Nothing` doesn't exist. The worlds of envs.py: Hallway, OneRoom",
-    "--env test_vldac:Nothing-v0": 'test_vldac must register it: gym.register("Nothing-v0", ...)',
+    "--env test_vldac:Nothing-v0": "Environment `Nothing` doesn't exist",
     "--env no_such_module:World-v0": "No module named 'no_such_module'",
     "--env Pendulum-v1": "its action_space must be Discrete",
     "--model no/such/model-here": "--model no/such/model-here",
@@ -1725,7 +1698,6 @@ WRONG = {
     "--learning_rate 1e-8": "--final_learning_rate 3e-05 is above --learning_rate",
     "--num_envs 0": "--num_envs must be at least 1",
     "--eval_every -1": "--eval_every must be at least 0",
-    "--eval_every 2 --eval_episodes 0": "--eval_every needs --eval_episodes",
     "--kl_coef -0.1": "--kl_coef must be at least 0",
     "--vf_coef -0.1": "--vf_coef must be at least 0",
     "--minibatch_size 100": "512 must be a multiple of --minibatch_size",
@@ -1823,7 +1795,7 @@ class Signal(envs.World):
         self.success = action == self.way
         return float(self.success), True
 
-    def _frame(self):
+    def render(self):
         return np.zeros((28, 28, 3), np.uint8)
 
     def _text(self):
@@ -1962,10 +1934,8 @@ def test_a_toy_is_taught_until_both_goals_are_reached_on_frames_that_it_has_not_
 
 @registered
 class Misleading(Corridor):
-    """Whose hints are admissible at first."""
-
     def hint(self):
-        return "right" if self.taken < 2 else "dance"
+        return "dance"
 
 
 def test_a_toy_that_cannot_be_taught_says_why_in_one_line(tmp_path, monkeypatch, capsys):
@@ -2311,7 +2281,7 @@ class NoSuchConfigException(Exception):
 
 @pytest.mark.parametrize("raised, kind, words", [
     (ImportError('Library "GL" not found.'), envs.UserError, "apt-get install.* --env NumberLine"),
-    (NoSuchConfigException(""), envs.UserError, "^(?!.*apt-get).*no device of EGL draws.* --env NumberLine"),
+    (NoSuchConfigException(""), envs.UserError, "apt-get install.* --env NumberLine"),
     (ValueError("a fault of the simulator"), ValueError, "^a fault of the simulator$"),
 ])  # fmt: skip
 def test_a_simulator_that_cannot_render_tells_what_helps(raised, kind, words, monkeypatch):
@@ -2564,7 +2534,7 @@ class Canvas(Corridor):
 
     actions, image = tuple(np.array(["left", "right"])), np.zeros((28, 28, 3), np.uint8)
 
-    def _frame(self):
+    def render(self):
         self.image[:] = 40 * self.place
         return self.image
 
@@ -2593,10 +2563,6 @@ BROKEN = {  # a world and what is said
         "differ: reset must call super().reset(seed=seed)",
     ),
     "raises": (corridor("step", lost), "lost its way"),
-    "hints at nothing": (
-        type("Broken", (Corridor,), {"hint": lambda self: "dance" if self.taken else None}),
-        "hint() must return one of the actions now, ['left', 'right'], not 'dance'",
-    ),
     "blank frames": (
         type("Blank", (Stairs,), {"render": lambda self: None}),
         "render must return a uint8 frame (height, width, 3), not NoneType",

@@ -61,7 +61,6 @@ import subprocess
 import sys
 import time
 import types
-import unicodedata
 import warnings
 from collections import deque
 from dataclasses import dataclass, field
@@ -193,17 +192,12 @@ NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}(?=[ \t\r\n]*[,}])")
 SEARCH = re.compile(r"search(\[(?=.*\w)[^\[\]]{1,100}\])", re.IGNORECASE)  # at least one letter, digit or _
 
 
-def folded(text) -> str:
-    """In small letters, without outer spaces, each accented letter as one code point, as Qwen2 writes it."""
-    return unicodedata.normalize("NFC", text).strip().casefold()
-
-
 def parse_action(text: str, actions) -> str | None:
     """The admissible action a response names, or None. Never evaluates, guesses or raises.
 
     The last "action" key counts. The JSON string or number after it must equal an action. Failing an exact
-    match, case, outer spaces and the Unicode form of accented letters are ignored, if exactly one action then
-    matches. "search[...]" is not an action itself, but stands for any short search[words].
+    match, case and outer spaces are ignored, if exactly one action then matches. "search[...]" is not an
+    action itself, but stands for any short search[words].
 
     >>> parse_action('{"thoughts": "it is close", "action": "Move forward "}', ["turn left", "move forward"])
     'move forward'
@@ -229,7 +223,8 @@ def parse_action(text: str, actions) -> str | None:
         return "search" + search[1] if search and search[1].isprintable() else None
     if value in actions:
         return value
-    same = {action for action in actions if folded(action) == folded(value)}
+    wanted = value.strip().casefold()
+    same = {action for action in actions if action.strip().casefold() == wanted}
     return same.pop() if len(same) == 1 else None
 
 
@@ -878,7 +873,7 @@ def train(args: Args, folder: Path):
         row["charts/learning_rate"] = learning_rate
         del steps, minibatches, last_prompts  # their pixels are large; the next ones need the memory
         last = u == num_updates
-        evaluation_due = args.eval_every and u % args.eval_every == 0 and eval_players
+        evaluation_due = args.eval_every and u % args.eval_every == 0
         if last or evaluation_due:
             row |= evaluate_for_log(policy, eval_players)
             save_adapter(policy, folder / ("adapter" if last else f"adapter-{row['global_step']}"))
@@ -1395,8 +1390,6 @@ def check_training(args: Args):
     rollout = f"num_envs * num_steps = {steps}"
     check(steps <= args.total_timesteps, f"{rollout} must be at most --total_timesteps")
     check(steps % args.minibatch_size == 0, f"{rollout} must be a multiple of --minibatch_size")
-    saves = args.eval_episodes > 0 or args.eval_every == 0
-    check(saves, "--eval_every needs --eval_episodes: only an evaluation saves an adapter")
     falls = args.final_learning_rate <= args.learning_rate
     check(falls, f"--final_learning_rate {args.final_learning_rate} is above --learning_rate")
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # torchrun's name

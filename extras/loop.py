@@ -165,7 +165,7 @@ def train(args, folder):
         row["charts/learning_rate"] = learning_rate
         del episodes, steps, minibatches  # their pixels are large; the next ones need the memory
         last = played + unit > args.total_timesteps
-        evaluation_due = args.eval_every and u % args.eval_every == 0 and eval_players
+        evaluation_due = args.eval_every and u % args.eval_every == 0
         if last or evaluation_due:
             row |= vldac.evaluate_for_log(policy, eval_players)
             vldac.save_adapter(policy, folder / ("adapter" if last else f"adapter-{played}"))

@@ -95,11 +95,6 @@ def play(args, count, seed) -> list[Example]:
     return examples
 
 
-def print_progress(text):
-    """On the error output: what is printed on the other one is the folder."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def build_tokenizer(prompts, responses):
     """A byte-level tokenizer for such texts."""
     raw = Tokenizer(models.BPE())
@@ -170,7 +165,8 @@ def quality(policy, examples) -> tuple[float, float]:
 
 def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
     """Rounds until, on held-out frames, 0.98 of the responses parse and 0.93 of the thoughts are true."""
-    print_progress(f"teaching a toy model to see and to speak in {args.env}; it is kept for later runs")
+    # On the error output: what is printed on the other one is the folder.
+    print(f"teaching a toy to see and to speak in {args.env}; it is kept for later runs", file=sys.stderr)
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     examples = play(args, count, args.seed)
@@ -215,7 +211,7 @@ def teach(args, folder, count=6000, steps=600, rounds=3, batch_size=48):
             optimizer.step()
         parsed, true = quality(policy, held_out)
         reached = f"{parsed:.3f} of its responses parse, {true:.3f} of its thoughts are true"
-        print_progress(f"after {(number + 1) * steps} steps, {reached} (wanted: 0.98, 0.93)")
+        print(f"after {(number + 1) * steps} steps, {reached} (wanted: 0.98, 0.93)", file=sys.stderr)
         if parsed >= 0.98 and true >= 0.93:
             break
     policy.peft_model.unload().save_pretrained(folder)
