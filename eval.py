@@ -130,6 +130,7 @@ def make_result(command, args, checkpoint=None) -> dict:
     checkpoint  the folder of the run whose checkpoint.pt has the weights; None: those of --adapter, or none
     """
     vldac.check_args(args)
+    check(not args.out or not Path(args.out).is_dir(), f"--out {args.out} is a folder, and not a file")
     toy_of_no_run = command == "model" and args.model == "tiny"
     check(not toy_of_no_run, "a toy belongs to a run: eval.py start runs/NAME, or give a --model")
     envs.check_world(vldac.Player(args).env)
@@ -233,7 +234,8 @@ def write_result(result, args, folder, argv):
         if option in ("seed", *TASK[1:], *SAMPLING):
             parts.append(f"{option}-{getattr(args, option)}")
     name = "-".join(filter(None, parts))
-    out = Path(args.out or folder / (re.sub(r"[^\w.-]+", "-", name) + ".json"))
+    name = re.sub(r"[^\w.-]+", "-", name)[-200:]  # a path in it may be long
+    out = Path(args.out or folder / f"{name}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result) + "\n", encoding="utf-8")
     print(f"{result_line(result)}, invalid {result['summary']['invalid_action_rate']:.3f} -> {out}")

@@ -1056,6 +1056,10 @@ def test_a_time_out_by_hand():
         step.reward, step.done, step.timed_out, step.value = 0.0, True, False, 0.0
     stats = vldac.add_advantages(steps, torch.zeros(2), args)
     assert column(steps, "advantage").tolist() == [0.0] * 4 and stats["explained_variance"] is None
+    for step in steps:
+        step.reward, step.timed_out = -1.0, True
+    stats = vldac.add_advantages(steps, torch.zeros(2), args)
+    assert column(steps, "advantage").tolist() == [0.0] * 4 and stats["explained_variance"] is None
 
 
 def test_a_success_in_the_last_step_is_no_time_out():
@@ -1635,6 +1639,22 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, whole_run, capsys):
         assert files(folder) == before
 
 
+def test_a_checkpoint_and_the_log_are_on_the_disk_before_it_is_replaced(run, monkeypatch):
+    """Or a run could not go on after the power has failed."""
+    on_disk = {}  # file: bytes
+    replaced = []
+
+    def note_replaced(source, target):
+        if target.name == "checkpoint.pt":
+            files = [path.stat() for path in (source, target.with_name("log.jsonl"))]
+            replaced.append([on_disk[file.st_ino] == file.st_size for file in files])
+
+    spy(monkeypatch, os, "fsync", lambda fd: on_disk.update({os.fstat(fd).st_ino: os.fstat(fd).st_size}))
+    spy(monkeypatch, os, "replace", note_replaced)
+    run("NumberLine")
+    assert replaced == [[True, True]] * 3
+
+
 def test_a_log_that_has_lost_rows_is_not_filled_up(tmp_path, whole_run, capsys):
     """With zeros, as os.truncate would."""
     folder = shutil.copytree(whole_run, tmp_path / "run")
@@ -1701,7 +1721,8 @@ WRONG = {
     "--kl_coef -0.1": "--kl_coef must be at least 0",
     "--vf_coef -0.1": "--vf_coef must be at least 0",
     "--minibatch_size 100": "512 must be a multiple of --minibatch_size",
-    "--total_timesteps 5": "at most --total_timesteps",
+    "--total_timesteps 5": "512 must be from 2 to --total_timesteps",
+    "--num_envs 1 --num_steps 1 --minibatch_size 1": "1 must be from 2 to --total_timesteps",
     "--resume torn": "torn is not the folder of a run",
     "--device cuda:7": "finds cpu",
     "--action_repeat 2": "--action_repeat is for MiniWorld's rooms with a red box, and not for NumberLine",
@@ -2030,6 +2051,9 @@ def test_a_ceiling_a_floor_and_their_paired_difference(tmp_path, capsys):
         evaluation.compare(tmp_path / "hint.json", tmp_path / "other.json")
     evaluation.main(["compare", str(tmp_path / "random.json"), str(tmp_path / "hint.json")])
     assert capsys.readouterr().out.endswith(printed + "\n")
+    assert "is a folder, and not a file" in refused(
+        ["hint", *words, "--out", tmp_path], capsys, evaluation.main
+    )
 
 
 def test_results_without_a_success_flag_are_compared_by_their_returns(tmp_path):

@@ -1169,6 +1169,12 @@ PRINTED = {  # on the screen, of a row
 }
 
 
+def to_disk(file):
+    """Wait until what was written is on the disk: the power may fail."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def write_row(folder: Path, row: dict, args: Args):
     """Write a row of the log: to log.jsonl, as a line on the screen, and to Weights & Biases if asked."""
     for key, x in row.items():
@@ -1182,6 +1188,7 @@ def write_row(folder: Path, row: dict, args: Args):
         print_line(f"{row['global_step']:>7} steps{numbers}")
     with open(folder / "log.jsonl", "a" if row["update"] > 0 else "w") as file:
         print(json.dumps(row), file=file)
+        to_disk(file)
     if args.track:
         import wandb
 
@@ -1215,7 +1222,9 @@ def save_checkpoint(folder: Path, policy, optimizer, players, **state):
     state["weights"] = trainable_weights(policy)
     state["optimizer"] = optimizer.state_dict()
     state["log_bytes"] = (folder / "log.jsonl").stat().st_size
-    torch.save(state, folder / "checkpoint.tmp")
+    with open(folder / "checkpoint.tmp", "wb") as file:
+        torch.save(state, file)
+        to_disk(file)
     os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")
 
 
@@ -1388,7 +1397,7 @@ def check_training(args: Args):
     check_args(args)
     steps = args.num_envs * args.num_steps
     rollout = f"num_envs * num_steps = {steps}"
-    check(steps <= args.total_timesteps, f"{rollout} must be at most --total_timesteps")
+    check(2 <= steps <= args.total_timesteps, f"{rollout} must be from 2 to --total_timesteps")
     check(steps % args.minibatch_size == 0, f"{rollout} must be a multiple of --minibatch_size")
     falls = args.final_learning_rate <= args.learning_rate
     check(falls, f"--final_learning_rate {args.final_learning_rate} is above --learning_rate")
@@ -1411,7 +1420,7 @@ def make_folder(parent: Path, name) -> Path:
     for number in itertools.count(1):
         folder = parent / (name if number == 1 else f"{name}-{number}")
         with contextlib.suppress(FileExistsError):  # perhaps of a program that has started at the same time
-            folder.mkdir()
+            folder.mkdir(parents=True)  # the name may be group/name
             return folder
 
 

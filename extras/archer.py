@@ -60,7 +60,6 @@ class Args(vldac.Args):
 
     def __post_init__(self):
         super().__post_init__()
-        check(self.buffer >= self.num_envs * self.num_steps, "--buffer must hold a whole rollout")
         check(self.update_epochs == 1, "responses are used once: no --update_epochs")
         check(self.vf_coef == 0, "there is no value head, so no --vf_coef")
         check(self.kl_ref == "base", "there is no older policy, so no --kl_ref old")

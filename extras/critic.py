@@ -126,10 +126,11 @@ def add_advantages(steps, last_values, args) -> dict[str, float | None]:
     std = (squares.sum() / (len(squares) - 1)).sqrt()
     for step in steps:
         step.advantage = (step.advantage - mean) / (std + 1e-8)
-    kept = [step for step in steps if not step.timed_out]
-    returns = torch.stack([step.return_[0] for step in kept])  # as VL-DAC's: of the states before a response
-    errors = returns - torch.tensor([step.value[0] for step in kept])
-    explained = (1 - errors.var() / returns.var()).item() if returns.var() > 0 else None
+    kept = torch.tensor([not step.timed_out for step in steps])
+    returns = torch.stack([step.return_[0] for step in steps])  # as VL-DAC's: of the states before a response
+    values = torch.tensor([step.value[0] for step in steps])
+    variance, unexplained = returns[kept].var(), (returns - values)[kept].var()
+    explained = (1 - unexplained / variance).item() if variance > 0 else None
     ended = [any(step.done and not step.timed_out for step in steps[n::N]) for n in range(N)]
     outcomes = sum(ended) / N
     return {"outcomes": outcomes, "explained_variance": explained, "advantage_std": std.item()}

@@ -38,6 +38,8 @@ class Args(vldac.Args):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.resume:  # its options were checked when it began
+            return
         if self.group_size < 2 or self.num_envs % self.group_size:
             raise UserError("--num_envs must be a multiple of --group_size, and that at least 2")
         if self.vf_coef != 0:

@@ -226,6 +226,12 @@ def killed_and_resumed(run, options, main, tmp_path, monkeypatch) -> Path:
     return folder
 
 
+def test_groups_of_loop_are_whole():
+    with pytest.raises(loop.UserError, match="must be a multiple of --group_size"):
+        loop.Args(num_envs=6, device="cpu")
+    loop.Args(num_envs=6, resume="runs/NAME", device="cpu")  # typed again: its --group_size is read later
+
+
 def test_a_run_of_loop_that_was_killed_goes_on(run, tmp_path, monkeypatch):
     """Whole episodes, pairs from the same start, as many as the budget allows."""
     monkeypatch.setattr(VLMPolicy, "decode", left_or_right)
@@ -385,7 +391,7 @@ def test_a_run_of_archer_that_was_killed_goes_on(run, tmp_path, monkeypatch, cap
     assert len(torch.load(folder / "checkpoint.pt")["buffer"]) == 12
     part = killed_and_resumed(run, options, archer.main, tmp_path, monkeypatch)
     same_runs(folder, part)
-    refusals = {"buffer": "511", "update_epochs": "2", "vf_coef": "0.1", "kl_ref": "old"}
+    refusals = {"update_epochs": "2", "vf_coef": "0.1", "kl_ref": "old"}
     for option, value in refusals.items():
         assert f"--{option}" in refused(["--env", CORRIDOR, f"--{option}", value], capsys, archer.main)
 
@@ -427,6 +433,12 @@ def test_the_advantages_of_tokens_by_hand(kind, gae_lambda, flags, step_0):
         explained = None
     assert stats["explained_variance"] == pytest.approx(explained, abs=1e-5)
     assert stats["outcomes"] == (flags == END)
+
+
+def test_a_rollout_of_time_outs_has_no_variance_to_explain():
+    args = critic.Args(gamma=0.5, device="cpu")
+    steps = [made_up_step(-1.0, [1.0, 2.0], True, True), made_up_step(-1.0, [4.0], True, True)]
+    assert critic.add_advantages(steps, torch.tensor([[8.0]]), args)["explained_variance"] is None
 
 
 @pytest.mark.parametrize("kind", ["token", "token-per-step"])
