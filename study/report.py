@@ -337,7 +337,7 @@ def forest(names, out):
     axis.set_yticks(range(len(found)), labels, fontsize=8)
     axis.set_ylim(len(found) - 0.5, -0.5)  # the first one on top
     axis.axvline(0, color="0", linewidth=0.8)
-    axis.set_xlabel("success over the run, less the first method's")
+    axis.set_xlabel("difference over the run")
     figure.savefig(out, dpi=200)
     print(out)
 

@@ -44,7 +44,7 @@
 #   (Added when RL4VLM had been seen to lose its format at the default rate: with nine times the KL coefficient, 0.27. Its
 #   gradient is a sum over a response's tokens, about nine, and the KL a mean over them. So the KL weighs less than in VL-DAC.)
 # * ArCHer, at the grid's three rates (of actor and critic), with a buffer for all steps and with one of 512, with its authors'
-#   longer warm-up (ten updates), seeds 140 to 144, described beside the grid. If it does not learn: does the critic's loss
+#   longer warm-up (ten updates; added before its first run), seeds 140 to 144, described beside the grid. If it does not learn: does the critic's loss
 #   fall, is its advantage above 0 where a success follows, and does the policy move?
 set -euo pipefail
 cd "$(dirname "$0")/.."
