@@ -3,7 +3,7 @@
     python study/controls.py sentences runs/NAME    each action's probability, by frame and by sentence
     python study/controls.py donor runs/NAME        the trained policy on the prompts of another room
     python study/controls.py players OneRoom        random actions, the best blind list of actions, hints
-    python study/controls.py means 400 409          of sentences.csv, these seeds: a row for each case
+    python study/controls.py means after 400 409    of sentences.csv, these seeds: a row for each case
     python study/controls.py swapped                and for each seed: does the frame or the sentence decide?
 
 `sentences` prints rows of sentences.csv, without its header, `donor` a row of runs.csv, `players` lines of
@@ -186,15 +186,20 @@ def load_sentences() -> dict[tuple[str, str, str], dict[int, dict[str, float]]]:
     return cases
 
 
-def means(first, last):
-    """What is done at each kind of frame after each sentence: means over the seeds from first to last."""
+def means(when, first, last):
+    """What is done at each kind of frame after each sentence: means over the seeds from first to last.
+
+    `when` is before or after training.
+    """
     lines = []
-    for (when, frame, sentence), by_seed in load_sentences().items():
+    for (row_when, frame, sentence), by_seed in load_sentences().items():
+        if row_when != when:
+            continue
         rows = [row for seed, row in by_seed.items() if first <= seed <= last]
         actions = list(rows[0])
         chances = [report.mean_of([row[action] for row in rows]) for action in actions]
-        lines.append([when, frame, sentence, len(rows), *chances])
-    print(report.markdown([["when", "frame", "sentence", "runs", *actions], *lines]))
+        lines.append([frame, sentence, len(rows), *chances])
+    print(report.markdown([["frame", "sentence", "runs", *actions], *lines]))
 
 
 def swapped():
@@ -219,8 +224,8 @@ def main(argv=None):
             donor(folder)
         case ["players", env]:
             players(env)
-        case ["means", first, last]:
-            means(int(first), int(last))
+        case ["means", ("before" | "after") as when, first, last]:
+            means(when, int(first), int(last))
         case ["swapped"]:
             swapped()
         case _:

@@ -126,18 +126,21 @@ def test_tables_of_sentences(tmp_path, monkeypatch, printed):
     """Of two seeds; the second one's sentence decides alone."""
     path = tmp_path / "sentences.csv"
     ahead, none = "the red box is ahead", "no red box in view"
-    lines = ["seed,when,frame,sentence,turn left,move forward"]
+    lines = ["seed,when,frame,sentence,turn left,move forward", f"3,before,{ahead},{none},0.3,0.7"]
     for seed, chances in ((3, [0.9, 0.6, 0.4, 0.1]), (4, [0.8, 0.2, 0.8, 0.2])):
         pairs = itertools.product([ahead, none], repeat=2)
         for (frame, sentence), chance in zip(pairs, chances, strict=True):
             lines.append(f"{seed},after,{frame},{sentence},{1 - chance:.1f},{chance}")
     path.write_text("\n".join(lines))
     monkeypatch.setattr(controls, "TABLE", path)
-    assert printed("means", "3", "4", main=controls.main) == [
-        f"| after | {ahead} | {ahead} | 2 | 0.150 | 0.850 |",
-        f"| after | {ahead} | {none} | 2 | 0.600 | 0.400 |",
-        f"| after | {none} | {ahead} | 2 | 0.400 | 0.600 |",
-        f"| after | {none} | {none} | 2 | 0.850 | 0.150 |",
+    assert printed("means", "before", "3", "4", main=controls.main) == [
+        f"| {ahead} | {none} | 1 | 0.300 | 0.700 |"
+    ]
+    assert printed("means", "after", "3", "4", main=controls.main) == [
+        f"| {ahead} | {ahead} | 2 | 0.150 | 0.850 |",
+        f"| {ahead} | {none} | 2 | 0.600 | 0.400 |",
+        f"| {none} | {ahead} | 2 | 0.400 | 0.600 |",
+        f"| {none} | {none} | 2 | 0.850 | 0.150 |",
     ]
     assert printed("swapped", main=controls.main) == [
         "| 3 | 0.900 | 0.600 | 0.400 | 0.100 |",
