@@ -117,7 +117,8 @@ def show_ratios(policy, step, batch, args):
         word = repr(policy.tokenizer.decode(token))
         note = "clipped: no policy gradient" if loss != unclipped else ""
         rows.append([word, ratio, loss, unclipped, note])
-    title = f"5. update: the response after one optimizer step; A is {step.advantage:.3f} for all its tokens"
+    title = "5. update: the response after one optimizer step; normalised A is "
+    title += f"{step.advantage:.3f} for all its tokens"
     show(title, ["token", "ratio", "loss", "without clip", ""], rows)
 
 
